@@ -1,0 +1,51 @@
+# shellcheck shell=bash
+# Shared by the scripts of this repository: one function, `setup_venv EXTRA...`, and `run`, which honours DRY_RUN=1.
+# Source it after `set -euo pipefail`.
+#   PYTHON      interpreter that makes the environment (default: python3; 3.11 or newer)
+#   VENV        where the environment is (default: .venv in the repository)
+#   TORCH_SPEC  what to install as torch (default: the pinned one); pip's own variables choose the index
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$REPO/.venv}"
+export OMP_WAIT_POLICY=PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+run() {
+  if [[ "${DRY_RUN:-0}" == 1 ]]; then
+    printf '%q ' "$@"
+    printf '\n'
+  else
+    "$@"
+  fi
+}
+
+# setup_venv base|EXTRA...: an environment with this package and the named extras (base: none), at the pinned versions. Does nothing when the
+# pins, the extras and pyproject.toml are those it was made from.
+setup_venv() {
+  local python="${PYTHON:-python3}" torch="${TORCH_SPEC:-torch==2.13.0}" extras="" stamp want spec="$REPO"
+  if [[ "$1" != base ]]; then
+    extras="$(IFS=,; echo "$*")"
+    spec="${REPO}[${extras}]"
+  fi
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "PYTHON=$python: expected Python 3.11 or newer. Remedy: install it, or set PYTHON to its path." >&2
+    return 2
+  fi
+  stamp="$VENV/.slime-tandem"
+  want="$(cat "$REPO/constraints.txt" "$REPO/pyproject.toml" | sha256sum | cut -d' ' -f1)"
+  # The stamp lists every extra installed so far, so that the two main commands can share one environment.
+  if [[ -f "$stamp" && "$(head -n 1 "$stamp")" == "$want" ]]; then
+    local extra missing=0
+    for extra in "$@"; do grep -qx "$extra" "$stamp" || missing=1; done
+    [[ $missing == 1 ]] || return 0
+  fi
+  echo "setting up $VENV (once; downloads about 0.4 GB)"
+  [[ -x "$VENV/bin/python" ]] || run "$python" -m venv "$VENV"
+  # torch first and alone: the other packages then find it and do not choose another build.
+  run "$VENV/bin/python" -m pip install --quiet "$torch"
+  run "$VENV/bin/python" -m pip install --quiet --constraint "$REPO/constraints.txt" --editable "$spec"
+  if [[ "${DRY_RUN:-0}" != 1 ]]; then
+    { echo "$want"; { [[ -f "$stamp" ]] && tail -n +2 "$stamp"; printf '%s\n' "$@"; } | sort -u; } > "$stamp.new"
+    mv "$stamp.new" "$stamp"
+  fi
+}

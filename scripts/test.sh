@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets everything up and passes the tests: lint, types and shell checks, then pytest. Arguments go to pytest.
+# The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium, which is installed here if a
+# Debian machine lacks it and this is root.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+setup_venv test check smollm2
+cd "$REPO"
+if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
+  run apt-get update -qq
+  run apt-get install -y -qq chromium fonts-dejavu-core >/dev/null
+fi
+run bash scripts/check.sh
+run "$VENV/bin/python" -m pytest "$@"

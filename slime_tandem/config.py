@@ -1,0 +1,340 @@
+"""The run configuration: one tree of checked settings, built from YAML and `--set key=value`.
+
+Unknown or misspelt keys, wrong types, out-of-range values and contradictions raise `ConfigError` with the dotted name
+of the field, its value, what was expected and the remedy. The resolved tree is written beside every run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from slime_tandem.errors import ConfigError, explain
+
+Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("another type than true or false")
+        return value
+
+
+class ModelsConfig(Section):
+    """Who takes part. Each is a local Hugging Face folder, or `builtin:<name>` for a checkpoint that `pretrain` makes."""
+
+    senior: str = Field("builtin:senior", description="trainable policy")
+    junior: str = Field("builtin:junior", description="frozen partner that co-writes (same tokenizer as the senior)")
+    teacher: str = Field("builtin:teacher", description="frozen scorer, any tokenizer")
+    cache_dir: str = Field(".cache/models", description="where built-in checkpoints are made and kept")
+    trust_remote_code: bool = Field(False, description="run Python code that a model folder brings")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="engine weights; the trainer keeps float32 masters"
+    )
+
+
+class TandemConfig(Section):
+    """Tandem RL (arXiv 2606.28166): who writes which token."""
+
+    enabled: bool = Field(True, description="False: the senior writes alone (plain GRPO)")
+    selection_strategy: Strategy = Field("word", description="where a handoff may fall")
+    prob_senior: Probability = Field(0.5, description="probability that a new run is the senior's")
+    max_gap_tokens: int = Field(32, ge=1, description="a run ends after so many tokens without a boundary")
+    chunk_size: int = Field(16, ge=1, description="tokens per turn, strategy chunk only")
+    boundary_token_ids: tuple[int, ...] | None = Field(
+        None, description="ids after which a run ends; null: every id whose bytes begin with a space (the paper's rule)"
+    )
+    junior_token_loss_weight: float = Field(
+        0.0, ge=0.0, description="policy-gradient weight of junior tokens (not the paper's lambda_jun); paper: 0"
+    )
+
+
+class SamplingConfig(Section):
+    """How responses are sampled; the same for every sample of a group."""
+
+    temperature: float = Field(1.0, ge=0.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus mass")
+    top_k: int = Field(-1, ge=-1, description="-1: whole vocabulary")
+    max_new_tokens: int = Field(64, ge=1, description="response cap in tokens, both authors together")
+
+
+class OpdConfig(Section):
+    """On-policy distillation: the teacher scores what the policy sampled."""
+
+    enabled: bool = Field(True, description="score with the teacher and add its signal")
+    coef: float = Field(
+        1.0, ge=0.0, description="advantage -= coef * (log pi_student - log pi_teacher) per aligned token"
+    )
+    clip: float | None = Field(
+        10.0, gt=0.0, description="clamp |log pi_student - log pi_teacher| to so many nats; null: no clip"
+    )
+    on_failed_sample: Literal["drop_opd", "drop_sample", "stop"] = Field(
+        "drop_opd", description="what happens to a sample whose teacher answer is unusable"
+    )
+
+
+class ObjectiveConfig(Section):
+    """GRPO: group-relative advantages and a clipped surrogate on weighted tokens."""
+
+    reward_coef: float = Field(1.0, ge=0.0, description="weight of the task-reward advantage; 0: distillation alone")
+    scale_advantages: Literal["none", "std"] = Field(
+        "none", description="divide group-centred rewards by the group's std"
+    )
+    clip_low: float = Field(0.2, gt=0.0, lt=1.0, description="ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0.0, description="ratio is clipped above 1 + clip_high")
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the KL to the frozen start weights, as a loss term")
+    kl_estimator: KlEstimator = Field(
+        "k3", description="k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r, r = log pi - log ref"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW on float32 master weights."""
+
+    lr: float = Field(1e-3, gt=0.0, description="learning rate after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up, in optimizer steps")
+    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="first-moment decay")
+    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="second-moment decay")
+    eps: float = Field(1e-8, gt=0.0, description="denominator floor")
+    weight_decay: float = Field(0.0, ge=0.0, description="decoupled, on matrices only")
+    grad_clip: float = Field(1.0, gt=0.0, description="global gradient norm is clipped to this")
+
+
+class TaskSpec(Section):
+    """One task family and its share of the prompts."""
+
+    family: str = Field(description="a reasoning-gym data set, or `jsonl`")
+    weight: float = Field(1.0, gt=0.0, description="share of the prompts, relative to the other tasks")
+    config: dict[str, Any] = Field(default_factory=dict, description="passed to the reasoning-gym data set")
+    path: str | None = Field(None, description="prompt file, family jsonl only")
+
+    @model_validator(mode="after")
+    def _path_goes_with_jsonl(self) -> TaskSpec:
+        if (self.family == "jsonl") != (self.path is not None):
+            raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
+        return self
+
+
+class TrainConfig(Section):
+    """How much is rolled out and learnt."""
+
+    steps: int = Field(20, ge=0, description="rollout + update rounds")
+    prompts_per_step: int = Field(32, ge=1, description="groups per rollout")
+    samples_per_prompt: int = Field(8, ge=1, description="group size K")
+    updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
+    micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
+    save_every: int = Field(10, ge=1, description="steps between checkpoints")
+    threads: int | None = Field(None, ge=1, description="torch threads of the trainer; null: all cores")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, never on training prompts."""
+
+    prompts: int = Field(128, ge=1, description="held-out prompts")
+    samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
+    every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+
+
+class EngineConfig(Section):
+    """The servers, and how the client treats them."""
+
+    host: str = Field("127.0.0.1", description="address the servers bind to; loopback unless told otherwise")
+    senior_url: str | None = Field(
+        None, description="use this running server (SGLang or `slime-tandem serve`) for the senior"
+    )
+    junior_url: str | None = Field(None, description="the same for the junior")
+    teacher_url: str | None = Field(None, description="the same for the teacher")
+    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
+    start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
+    request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
+    max_retries: int = Field(5, ge=0, description="repeats after disconnects, time-outs and 5xx answers")
+    backoff_s: float = Field(0.2, ge=0.0, description="first pause before a repeat; doubles, at most 5 s")
+    max_batch: int = Field(256, ge=1, description="sequences an embedded server decodes at once")
+    cache_tokens: int = Field(65536, ge=256, description="KV cache of an embedded server, in tokens")
+    threads: int = Field(1, ge=1, description="torch threads of an embedded server")
+
+
+class RunConfig(Section):
+    """Everything one run needs.
+
+    >>> RunConfig.load(overrides=["tandem.prob_senior=0.25", "optimizer.lr=1e-5"]).tandem.prob_senior
+    0.25
+    """
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under runs_dir")
+    runs_dir: str = Field("runs", description="where runs are kept")
+    seed: int = Field(0, ge=0, lt=2**63, description="keys every random draw of the run")
+    models: ModelsConfig = Field(default_factory=ModelsConfig)
+    tasks: tuple[TaskSpec, ...] = Field(
+        (TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2}),),
+        min_length=1,
+        description="training and evaluation tasks",
+    )
+    tandem: TandemConfig = Field(default_factory=TandemConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    opd: OpdConfig = Field(default_factory=OpdConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    control: bool = Field(
+        False, description="also run solo GRPO (no junior, no teacher) from the same start with the same budget"
+    )
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> RunConfig:
+        s = self.sampling
+        if self.opd.enabled and (s.temperature != 1.0 or s.top_p != 1.0 or s.top_k not in (-1, 0)):
+            raise ValueError(
+                "opd.enabled=True: expected sampling.temperature=1, top_p=1, top_k=-1, because the teacher scores its "
+                "full distribution at temperature 1. Remedy: set these, or opd.enabled=false"
+            )
+        if self.train.steps > 0 and (s.top_p != 1.0 or s.top_k not in (-1, 0)):
+            raise ValueError(
+                f"sampling.top_p={s.top_p}, top_k={s.top_k}: expected top_p=1 and top_k=-1 for training, the trainer cannot "
+                "replay a truncation and its ratios would be biased. Remedy: set these; evaluation alone "
+                "(train.steps=0) may truncate"
+            )
+        if s.temperature == 0.0 and self.train.samples_per_prompt > 1 and self.train.steps > 0:
+            raise ValueError(
+                "sampling.temperature=0: expected a temperature above 0 for training, greedy groups are all alike. "
+                "Remedy: set it to 1.0"
+            )
+        if self.objective.reward_coef > 0 and self.train.samples_per_prompt == 1 and self.train.steps > 0:
+            raise ValueError(
+                "train.samples_per_prompt=1: expected at least 2, a group of one has no relative advantage. "
+                "Remedy: raise it, or set objective.reward_coef=0 to distil only"
+            )
+        if self.train.prompts_per_step % self.train.updates_per_step:
+            raise ValueError(
+                f"train.updates_per_step={self.train.updates_per_step}: expected a divisor of train.prompts_per_step="
+                f"{self.train.prompts_per_step}, mini-batches hold whole groups. Remedy: choose a divisor"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run."""
+        return Path(self.runs_dir) / self.name
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+        """Read a YAML file (safe loader), apply `key=value` overrides (values are YAML), check everything.
+
+        Raises ConfigError for a missing file, broken YAML, or any setting that does not hold.
+        """
+        tree: dict[str, Any] = {}
+        if path is not None:
+            tree = read_yaml_mapping(Path(path))
+        for item in overrides:
+            _set_override(tree, item)
+        return cls.from_mapping(tree)
+
+    @classmethod
+    def from_mapping(cls, tree: Mapping[str, Any]) -> RunConfig:
+        """Build from a nested mapping; raises ConfigError that lists every problem found."""
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_problems(error))) from None
+
+    def to_yaml(self) -> str:
+        """The resolved tree as YAML; `load` of it gives an equal config."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """Read one YAML mapping with the safe loader; raises ConfigError otherwise."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(explain("--config", str(path), "an existing YAML file", "check the path")) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain("--config", str(path), "a readable UTF-8 text file", str(error))) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets a month 13 through as ValueError
+        raise ConfigError(explain("--config", str(path), "valid YAML", " ".join(str(error).split()))) from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ConfigError(explain("--config", str(path), "a mapping of section names", "see scripts/train/configs/"))
+    return loaded
+
+
+def _set_override(tree: dict[str, Any], item: str) -> None:
+    key, eq, raw = item.partition("=")
+    if not eq or not key:
+        raise ConfigError(explain("--set", item, "key=value with a dotted key", "e.g. --set tandem.prob_senior=0.3"))
+    try:
+        value = yaml.safe_load(raw) if raw else ""
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(explain("--set", item, "a YAML value", "quote it")) from None
+    node = tree
+    *parents, leaf = key.split(".")
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(explain("--set", item, f"a section at `{part}`", "give the dotted name of one setting"))
+        node = child
+    node[leaf] = value
+
+
+def fields_of(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every leaf setting as (dotted name, default, description); `--help` and the unknown-key hint use it."""
+    for name, info in model.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from fields_of(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info.get_default(call_default_factory=True), info.description or ""
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    known = (
+        [name for name, _, _ in fields_of()]
+        + list(RunConfig.model_fields)
+        + [f"tasks.{n}" for n in TaskSpec.model_fields]
+    )
+    items = error.errors(include_url=False)
+    for item in items:
+        if item["type"] == "too_short" and any(other["loc"][:1] == item["loc"] != other["loc"] for other in items):
+            continue  # pydantic leaves broken list items out and then finds the list too short
+        where = ".".join(str(part) for part in item["loc"])
+        value, kind = item.get("input"), item["type"]
+        if kind == "extra_forbidden":
+            plain = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+            close = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
+            hint = (
+                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem train --help` lists all settings"
+            )
+            yield explain(where, value, "a known setting", hint)
+        elif kind == "value_error" and not where:
+            yield str(item["msg"]).removeprefix("Value error, ") + "."
+        elif kind == "literal_error":
+            field = where.rsplit(".", 1)[-1]
+            choices = [str(c) for c in get_args(Strategy)] if field == "selection_strategy" else []
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            yield explain(
+                where,
+                value,
+                f"one of {item['ctx']['expected']}",
+                f"did you mean {close[0]!r}?" if close else "choose one of these",
+            )
+        else:
+            yield explain(
+                where or "config", value, str(item["msg"]).removeprefix("Value error, "), "correct this setting"
+            )

@@ -1,0 +1,1 @@
+"""Distillation: token bytes, byte-exact alignment, teacher scoring."""

@@ -1,0 +1,107 @@
+"""Loads models and tokenizers from local Hugging Face folders: safetensors only, no download, no remote code unless asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_tandem.errors import ModelError, explain
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def quiet_transformers() -> None:
+    """Switch off transformers' progress bars and its chatter below errors."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def check_model_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder as a path if it holds a config and safetensors weights; raises ModelError that names what is missing."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(
+            explain("model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used")
+        )
+    if not (path / "config.json").is_file():
+        raise ModelError(explain("model", str(folder), "a folder with config.json", "save it with save_pretrained"))
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(
+            explain(
+                "model",
+                str(folder),
+                "a folder with *.safetensors weights (pickled .bin files are not loaded)",
+                "save it with save_pretrained",
+            )
+        )
+    return path
+
+
+def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_remote_code: bool = False) -> Any:
+    """A transformers causal LM in eval mode on the CPU.
+
+    `dtype` is float32 or bfloat16. Raises ModelError for a folder without config or safetensors, for weights that do not fit
+    the config (missing, left over or of another shape), for unknown architectures and for damaged files.
+    """
+    path = check_model_folder(folder)
+    if dtype not in _DTYPES:
+        raise ModelError(explain("dtype", dtype, "float32 or bfloat16", "choose one of these"))
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=_DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds; each means "this folder does not load"
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(
+            explain(
+                "model",
+                str(folder),
+                f"a causal LM that transformers loads ({type(error).__name__}: {reason})",
+                "check config.json and the weight files",
+            )
+        ) from error
+    wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+    if wrong:
+        first = "; ".join(f"{key.split('_')[0]}: {names[0]} ({len(names)})" for key, names in wrong.items())
+        raise ModelError(
+            explain("model", str(folder), f"weights that fit config.json exactly ({first})", "save the model again")
+        )
+    return model.eval()
+
+
+def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
+    """The tokenizer in `folder`; raises ModelError if there is none or it does not load."""
+    path = Path(folder)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            explain("model", str(folder), "a folder with tokenizer files", "save the tokenizer beside the weights")
+        )
+    from transformers import AutoTokenizer
+
+    quiet_transformers()
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - as in load_model
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(
+            explain(
+                "model",
+                str(folder),
+                f"a tokenizer that transformers loads ({type(error).__name__}: {reason})",
+                "save the tokenizer again",
+            )
+        ) from error

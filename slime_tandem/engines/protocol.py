@@ -1,0 +1,97 @@
+"""The records of SGLang's native HTTP API that we use: what a request holds and what an answer gives back.
+
+Field names and meanings follow `python/sglang/srt/managers/io_struct.py` (`GenerateReqInput`) and
+`sampling/sampling_params.py` of SGLang 0.5.15.post1. Log-probs are nats; ids belong to the served model's tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime_tandem.types import FinishReason
+
+TopLogProbs = tuple[tuple[float, int], ...]
+"""One position's candidates as (log-prob, id), best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to continue (or, with `max_new_tokens=0`, only to score).
+
+    `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
+    that completes a stop string / regex match stays in `output_ids`.
+
+    >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]
+    4
+    """
+
+    rid: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    sampling_seed: int | None = None
+    return_logprob: bool = True
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] | None = None
+    session_params: dict[str, Any] | None = None
+
+    def sampling_params(self) -> dict[str, Any]:
+        """The `sampling_params` object of the wire format."""
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+            "stop": list(self.stop),
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if self.stop_regex:
+            params["stop_regex"] = list(self.stop_regex)
+        if self.sampling_seed is not None:
+            params["sampling_seed"] = self.sampling_seed
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """One answer.
+
+    `output_log_probs` [n] nats, one per output id (empty if not asked for). `input_log_probs` covers positions
+    `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
+    `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
+    """
+
+    rid: str
+    output_ids: tuple[int, ...]
+    output_log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: str
+    matched: int | str | None = None
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    input_log_probs: tuple[float | None, ...] = ()
+    input_ids: tuple[int, ...] = ()
+    output_top_logprobs: tuple[TopLogProbs, ...] = ()
+    input_top_logprobs: tuple[TopLogProbs | None, ...] = ()
+    output_token_ids_logprobs: tuple[TopLogProbs, ...] = ()
+    input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
+
+
+class Engine(Protocol):
+    """What rollout and scoring need of an engine; `engines.client.EngineClient` is the HTTP one."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Answer all requests, in order; one HTTP request for the whole batch."""
+        ...

@@ -1,0 +1,97 @@
+"""From scored samples to what the trainer eats: rows with per-token weights, mini-batches of whole groups, micro-batches.
+
+Pure. A row's per-token arrays are [R], aligned with the response ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.objective.advantages import group_advantages
+from slime_tandem.types import SENIOR, FloatArray, ScoredSample
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """One sample for the trainer.
+
+    `tokens` prompt and response; `old_log_probs` [R] nats of the authoring model; `advantage` of the sample; `weights` [R]
+    policy-gradient weights; `opd_mask` [R] 1.0 on senior-written aligned tokens; `teacher_log_probs` [R] nats.
+    """
+
+    tokens: tuple[int, ...]
+    group_id: int
+    advantage: float
+    old_log_probs: FloatArray
+    weights: FloatArray
+    opd_mask: FloatArray
+    teacher_log_probs: FloatArray
+
+    @property
+    def response_length(self) -> int:
+        """R, tokens."""
+        return len(self.weights)
+
+
+def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list[TrainRow], dict[str, float]]:
+    """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
+
+    A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health.
+    Raises TeacherScoreError if a sample failed and `opd.on_failed_sample` is `stop`.
+    """
+    advantages, flat = group_advantages(
+        [s.reward for s in samples], [s.sample.group_id for s in samples], config.objective.scale_advantages
+    )
+    rows: list[TrainRow] = []
+    failed = 0
+    for scored, advantage in zip(samples, advantages, strict=True):
+        sample, teacher = scored.sample, scored.teacher
+        if config.opd.enabled and teacher is None:
+            failed += 1
+            if config.opd.on_failed_sample == "stop":
+                raise TeacherScoreError(
+                    scored.teacher_error or explain("teacher answer", None, "scores for every sample", "see its log")
+                )
+            if config.opd.on_failed_sample == "drop_sample":
+                continue
+        senior = np.asarray(sample.authorship_mask) == SENIOR
+        R = len(senior)
+        rows.append(
+            TrainRow(
+                tokens=sample.prompt_ids + sample.response_ids,
+                group_id=sample.group_id,
+                advantage=float(advantage),
+                old_log_probs=np.asarray(sample.log_probs, dtype=np.float64),
+                weights=np.where(senior, 1.0, config.tandem.junior_token_loss_weight),
+                opd_mask=(senior & teacher.mask).astype(np.float64) if teacher else np.zeros(R),
+                teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
+            )
+        )
+    return rows, {"group/zero_variance_fraction": flat, "opd/failed_samples": float(failed)}
+
+
+def mini_batches(rows: Sequence[TrainRow], n: int) -> Iterator[list[TrainRow]]:
+    """`n` parts of whole groups, in the order of the groups' first rows."""
+    groups = list(dict.fromkeys(row.group_id for row in rows))
+    part_of = {group: i * n // len(groups) for i, group in enumerate(groups)}
+    for part in range(n):
+        chosen = [row for row in rows if part_of[row.group_id] == part]
+        if chosen:
+            yield chosen
+
+
+def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
+    """Rows of similar length together, `longest * count <= max_tokens` (a longer single row goes alone)."""
+    batch: list[TrainRow] = []
+    for row in sorted(rows, key=lambda r: -len(r.tokens)):
+        if batch and len(batch[0].tokens) * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

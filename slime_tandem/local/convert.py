@@ -1,0 +1,445 @@
+"""Hugging Face <-> Megatron: the architecture, the weight names and layouts, the reading of safetensors folders.
+
+Covers dense llama, qwen2 and qwen3 decoders at tensor-parallel size 1, so the vocabulary is never padded. The conversion
+only renames, splits and joins tensors: it is exact in both directions, whatever the dtype. Whatever a config asks for that
+the Megatron model would not do is refused with the field's name; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from slime_tandem.errors import ModelError, explain
+from slime_tandem.local.megatron_cpu import (
+    GPTModel,
+    GroupedRowParallelLinear,
+    InverseFrequencyRope,
+    SdpaCoreAttention,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+
+StateDict = dict[str, torch.Tensor]
+
+_QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
+_QK_NORM = {"llama": False, "qwen2": False, "qwen3": True}
+_CAUSAL_LM = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What decides the function a checkpoint computes, apart from its weights.
+
+    `rope` is the config's `rope_parameters` as sorted pairs. Sizes are counts of units, `max_positions` is in tokens.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    rope: tuple[tuple[str, float | int | str], ...]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections carry a bias."""
+        return _QKV_BIAS[self.model_type]
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return _QK_NORM[self.model_type]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; equal for equal architectures."""
+        return {**asdict(self), "rope": dict(self.rope)}
+
+
+def architecture_of(hf_config: Any) -> Architecture:
+    """Read and check a transformers config; raises ModelError naming the first field that is not supported."""
+    kind = hf_config.model_type
+    _require(
+        kind in _CAUSAL_LM, "model_type", kind, f"one of {', '.join(_CAUSAL_LM)}", "use a dense model of these families"
+    )
+    classes = hf_config.architectures
+    _require(
+        classes in (None, [_CAUSAL_LM[kind]]),
+        "architectures",
+        classes,
+        f"[{_CAUSAL_LM[kind]!r}]",
+        "use a causal language model",
+    )
+    # What these three families can switch on and Megatron's local layers do not do, with the value that means "off".
+    off: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "attention_dropout": (0, None),
+        "use_sliding_window": (False, None),
+        "pretraining_tp": (1, None),
+        "quantization_config": (None,),
+    }
+    for field, allowed in off.items():
+        value = getattr(hf_config, field, None)
+        _require(value in allowed, field, value, repr(allowed[0]), "use a checkpoint without it")
+    layer_types = getattr(hf_config, "layer_types", None)
+    _require(
+        layer_types is None or set(layer_types) == {"full_attention"},
+        "layer_types",
+        layer_types,
+        "full_attention in every layer",
+        "use a checkpoint without sliding windows",
+    )
+    rope = dict(hf_config.rope_parameters)
+    rope_type = rope.get("rope_type", "default")
+    _require(
+        rope_type in ("default", "llama3"),
+        "rope_parameters.rope_type",
+        rope_type,
+        "default or llama3",
+        "use a checkpoint without this position scaling",
+    )
+    partial = rope.get("partial_rotary_factor", 1.0)
+    _require(
+        partial == 1.0,
+        "rope_parameters.partial_rotary_factor",
+        partial,
+        "1.0",
+        "use a checkpoint that rotates whole heads",
+    )
+
+    heads = int(hf_config.num_attention_heads)
+    kv_heads = int(hf_config.num_key_value_heads)
+    head_dim = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
+    _require(
+        heads % kv_heads == 0,
+        "num_key_value_heads",
+        kv_heads,
+        f"a divisor of num_attention_heads={heads}",
+        "mend config.json",
+    )
+    _require(head_dim % 2 == 0, "head_dim", head_dim, "an even number, rotary angles come in pairs", "mend config.json")
+    return Architecture(
+        model_type=kind,
+        num_layers=int(hf_config.num_hidden_layers),
+        hidden_size=int(hf_config.hidden_size),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=int(hf_config.intermediate_size),
+        vocab_size=int(hf_config.vocab_size),
+        norm_eps=float(hf_config.rms_norm_eps),
+        max_positions=int(hf_config.max_position_embeddings),
+        tied=bool(hf_config.tie_word_embeddings),
+        rope=tuple(sorted(rope.items())),
+    )
+
+
+def _require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:
+    if not holds:
+        raise ModelError(explain(f"config.json {field}", value, expected, remedy))
+
+
+def transformer_config_from_hf(hf_config: Any) -> TransformerConfig:
+    """Megatron's config for a supported transformers config: float32, no dropout, no fused or CUDA-only paths.
+
+    Raises ModelError as `architecture_of` does.
+    """
+    arch = architecture_of(hf_config)
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        # Weights are loaded, never drawn: drawing them needs the CUDA random-number tracker.
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        # The fused variants are `torch.compile`d or CUDA kernels (core/jit.py); at these sizes they cost more than they give.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        # The default, "full", is deprecated: Megatron warns of its own default (transformer_config.py:1705).
+        cuda_graph_scope=[],
+    )
+
+
+def inverse_frequencies(hf_config: Any) -> torch.Tensor:
+    """Rotary inverse frequencies `[head_dim / 2]`, float32, equal bit for bit to transformers'.
+
+    For llama3 scaling transformers' own function is called: Megatron's (rotary_pos_embedding.py:96) fixes three of the four
+    factors.
+    """
+    arch = architecture_of(hf_config)
+    rope = dict(arch.rope)
+    if rope.get("rope_type", "default") == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](hf_config)
+        assert attention_factor == 1.0
+        assert isinstance(frequencies, torch.Tensor)
+        return frequencies
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float) / arch.head_dim
+    return 1.0 / (float(rope["rope_theta"]) ** exponents)
+
+
+def build_model(hf_config: Any) -> GPTModel:
+    """A float32 Megatron GPTModel on the CPU with uninitialised weights: load them with `load_weights`.
+
+    `local.megatron_cpu.ensure_initialized` must have been called. Raises ModelError as `architecture_of` does.
+    """
+    arch = architecture_of(hf_config)
+    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
+    attention.core_attention = SdpaCoreAttention
+    attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
+    # Left out, it is taken from the config with a deprecation warning (transformer/mlp.py:95).
+    mlp.params["ffn_hidden_size"] = arch.ffn_size
+    model = GPTModel(
+        config=transformer_config_from_hf(hf_config),
+        transformer_layer_spec=spec,
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_positions,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+    )
+    model.rotary_pos_emb = InverseFrequencyRope(inverse_frequencies(hf_config))
+    return model
+
+
+def load_weights(model: GPTModel, hf_state: Mapping[str, torch.Tensor], hf_config: Any) -> None:
+    """Copy a Hugging Face state dict into the model, cast to the model's dtype; raises ModelError as `hf_to_megatron`."""
+    converted = hf_to_megatron(hf_state, hf_config)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == converted.keys(), parameters.keys() ^ converted.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(converted[name])
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of the Hugging Face model, in its order."""
+    H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
+    q, kv = arch.num_heads * D, arch.num_kv_heads * D
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, H)}
+    for i in range(arch.num_layers):
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (q, H),
+            "self_attn.k_proj.weight": (kv, H),
+            "self_attn.v_proj.weight": (kv, H),
+            "self_attn.o_proj.weight": (H, q),
+            "mlp.gate_proj.weight": (f, H),
+            "mlp.up_proj.weight": (f, H),
+            "mlp.down_proj.weight": (H, f),
+            "input_layernorm.weight": (H,),
+            "post_attention_layernorm.weight": (H,),
+        }
+        if arch.qkv_bias:
+            layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+        if arch.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (H,)
+    if not arch.tied:
+        shapes["lm_head.weight"] = (arch.vocab_size, H)
+    return shapes
+
+
+def hf_to_megatron(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> StateDict:
+    """Megatron's parameters from a Hugging Face state dict, bit for bit, in the dtype they come in.
+
+    Raises ModelError for missing, unknown or misshapen weights. Two kinds of extra entries of old checkpoints are known:
+    `rotary_emb.inv_freq` buffers, which follow from the config, and the `lm_head` of a tied model, which must equal the
+    embedding.
+    """
+    arch = architecture_of(hf_config)
+    weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
+    if arch.tied and "lm_head.weight" in weights:
+        head, embedding = weights.pop("lm_head.weight"), weights.get("model.embed_tokens.weight")
+        _require(
+            embedding is not None and torch.equal(head, embedding),
+            "tie_word_embeddings",
+            True,
+            "lm_head.weight equal to model.embed_tokens.weight",
+            "set it to false in config.json: this checkpoint is not tied",
+        )
+    _check_names_and_shapes(weights, hf_shapes(arch))
+
+    out: StateDict = {"embedding.word_embeddings.weight": weights["model.embed_tokens.weight"]}
+    for i in range(arch.num_layers):
+        old, new = f"model.layers.{i}.", f"decoder.layers.{i}."
+        out[new + "input_layernorm.weight"] = weights[old + "input_layernorm.weight"]
+        out[new + "self_attention.linear_proj.weight"] = weights[old + "self_attn.o_proj.weight"]
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            parts = [weights[f"{old}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            out[f"{new}self_attention.linear_qkv.{kind}"] = _join_qkv(parts, arch)
+        if arch.qk_norm:
+            out[new + "self_attention.q_layernorm.weight"] = weights[old + "self_attn.q_norm.weight"]
+            out[new + "self_attention.k_layernorm.weight"] = weights[old + "self_attn.k_norm.weight"]
+        out[new + "pre_mlp_layernorm.weight"] = weights[old + "post_attention_layernorm.weight"]
+        gate_up = [weights[old + "mlp.gate_proj.weight"], weights[old + "mlp.up_proj.weight"]]
+        out[new + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
+        out[new + "mlp.linear_fc2.weight"] = weights[old + "mlp.down_proj.weight"]
+    out["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
+    if not arch.tied:
+        out["output_layer.weight"] = weights["lm_head.weight"]
+    return out
+
+
+def megatron_to_hf(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> StateDict:
+    """The Hugging Face state dict of Megatron's parameters: the exact inverse of `hf_to_megatron`.
+
+    All tensors are contiguous and share no memory with each other. Takes `dict(model.named_parameters())`.
+    """
+    arch = architecture_of(hf_config)
+    out: StateDict = {"model.embed_tokens.weight": state_dict["embedding.word_embeddings.weight"]}
+    for i in range(arch.num_layers):
+        old, new = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            parts = _split_qkv(state_dict[f"{old}self_attention.linear_qkv.{kind}"], arch)
+            for p, part in zip("qkv", parts, strict=True):
+                out[f"{new}self_attn.{p}_proj.{kind}"] = part
+        if arch.qk_norm:
+            out[new + "self_attn.q_norm.weight"] = state_dict[old + "self_attention.q_layernorm.weight"]
+            out[new + "self_attn.k_norm.weight"] = state_dict[old + "self_attention.k_layernorm.weight"]
+        out[new + "self_attn.o_proj.weight"] = state_dict[old + "self_attention.linear_proj.weight"]
+        gate, up = state_dict[old + "mlp.linear_fc1.weight"].chunk(2)
+        out[new + "mlp.gate_proj.weight"], out[new + "mlp.up_proj.weight"] = gate, up
+        out[new + "mlp.down_proj.weight"] = state_dict[old + "mlp.linear_fc2.weight"]
+        out[new + "input_layernorm.weight"] = state_dict[old + "input_layernorm.weight"]
+        out[new + "post_attention_layernorm.weight"] = state_dict[old + "pre_mlp_layernorm.weight"]
+    out["model.norm.weight"] = state_dict["decoder.final_layernorm.weight"]
+    if not arch.tied:
+        out["lm_head.weight"] = state_dict["output_layer.weight"]
+    shapes = hf_shapes(arch)
+    out = {name: out[name].detach().clone(memory_format=torch.contiguous_format) for name in shapes}
+    _check_names_and_shapes(out, shapes)
+    return out
+
+
+def _join_qkv(parts: list[torch.Tensor], arch: Architecture) -> torch.Tensor:
+    # Megatron interleaves by query group: the group's query heads, then its key head, then its value head.
+    rest = parts[0].shape[1:]
+    grouped = [part.reshape(arch.num_kv_heads, -1, *rest) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _split_qkv(joined: torch.Tensor, arch: Architecture) -> list[torch.Tensor]:
+    rest = joined.shape[1:]
+    D, per_group = arch.head_dim, arch.num_heads // arch.num_kv_heads
+    grouped = joined.reshape(arch.num_kv_heads, (per_group + 2) * D, *rest)
+    return [part.reshape(-1, *rest) for part in grouped.split([per_group * D, D, D], dim=1)]
+
+
+def _check_names_and_shapes(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing:
+        raise ModelError(
+            explain(
+                "weights",
+                f"{len(missing)} missing: {', '.join(missing[:3])}",
+                "every weight of config.json",
+                "fetch it anew",
+            )
+        )
+    if unknown:
+        raise ModelError(
+            explain(
+                "weights",
+                f"{len(unknown)} unknown: {', '.join(unknown[:3])}",
+                "only weights of config.json",
+                "see config.json",
+            )
+        )
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            found = tuple(weights[name].shape)
+            raise ModelError(explain(f"weights {name}", found, f"shape {shape} from config.json", "mend config.json"))
+
+
+def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a local folder, never from the network; raises ModelError if there is none that loads."""
+    from transformers import AutoConfig
+
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            explain("model folder", str(path), "a folder with config.json", "give a local Hugging Face folder")
+        )
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        problem = " ".join(str(error).split())
+        raise ModelError(
+            explain(str(path / "config.json"), problem, "a config that transformers loads", "mend it")
+        ) from error
+
+
+def load_hf_folder(folder: str | Path) -> StateDict:
+    """All weights of a Hugging Face folder, on the CPU, from one safetensors file or a sharded index.
+
+    Pickled weights (`pytorch_model.bin`) are never read. Raises ModelError if weights are missing or a file is damaged.
+    """
+    path = Path(folder)
+    if (path / _WEIGHTS).is_file():
+        return _read_safetensors(path / _WEIGHTS)
+    if not (path / _INDEX).is_file():
+        remedy = "fetch the weights"
+        if list(path.glob("*.bin")):
+            remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
+        raise ModelError(explain("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy))
+    try:
+        weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(explain(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew")) from error
+    weights: StateDict = {}
+    for file in files:
+        if Path(file).name != file or not (path / file).is_file():
+            raise ModelError(
+                explain(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
+            )
+        weights |= _read_safetensors(path / file)
+    missing = sorted(weight_map.keys() - weights.keys())
+    if missing:
+        raise ModelError(
+            explain(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
+        )
+    return weights
+
+
+def _read_safetensors(file: Path) -> StateDict:
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(explain(str(file), str(error), "a whole safetensors file", "fetch it anew")) from error

@@ -1,0 +1,150 @@
+"""One rollout of a run: write, reward, score; and what is measured about it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from slime_tandem.distill.alignment import UNALIGNED_REASONS
+from slime_tandem.errors import EngineUnavailableError, TeacherScoreError, WeightVersionError
+from slime_tandem.local.tasks import TaskSet
+from slime_tandem.local.team import Team
+from slime_tandem.types import AlignedScores, Prompt, ScoredSample, TandemSample
+
+T = TypeVar("T")
+_MAX_RESTARTS = 3
+
+
+def with_revival(team: Team, action: Callable[[], T]) -> T:
+    """Run `action`; if a server of the team has died, restart it and run it again.
+
+    A rollout is a pure function of weights, prompts and ids, so doing it again loses and repeats nothing. Raises the
+    engine's error if no own server is dead (somebody else's server is down), or after three restarts.
+    """
+    for _ in range(_MAX_RESTARTS):
+        try:
+            return action()
+        except (EngineUnavailableError, WeightVersionError) as error:
+            revived = team.revive()
+            if not revived:
+                raise
+            first = str(error).splitlines()[0]
+            print(f"restarted the {' and '.join(revived)} server after: {first}", file=sys.stderr, flush=True)
+    return action()
+
+
+def rollout(
+    team: Team,
+    tasks: TaskSet,
+    prompts: Sequence[Prompt],
+    rollout_id: int,
+    per_prompt: int,
+    *,
+    tandem: bool,
+    score: bool,
+) -> tuple[list[ScoredSample], dict[str, float]]:
+    """(scored samples, seconds): `time/rollout_s` and `time/scoring_s`. Samples are in prompt order, group by group.
+
+    `tandem=False`: the senior writes alone. `score=False`: no teacher is asked.
+    """
+    t0 = time.perf_counter()
+    samples = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
+    rewards = [tasks.reward(s.prompt, s.text) for s in samples]
+    t1 = time.perf_counter()
+    scores = with_revival(team, lambda: _score(team, samples)) if score else [None] * len(samples)
+    t2 = time.perf_counter()
+    scored = [
+        ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
+        for s, r, a in zip(samples, rewards, scores, strict=True)
+    ]
+    return scored, {"time/rollout_s": t1 - t0, "time/scoring_s": t2 - t1}
+
+
+def _score(team: Team, samples: Sequence[TandemSample]) -> Sequence[AlignedScores | TeacherScoreError | None]:
+    teacher = team.teacher()
+    return team.runner.run(teacher.score(samples, team.student.tokens))
+
+
+def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet) -> dict[str, float | None]:
+    """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure."""
+    samples = [s.sample for s in scored]
+    tokens = np.array([len(s.response_ids) for s in samples])
+    senior = np.array([s.senior_tokens for s in samples])
+    total = float(max(tokens.sum(), 1))
+    metrics: dict[str, float | None] = {
+        "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
+        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
+        "rollout/response_tokens_mean": float(tokens.mean()),
+        "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "tandem/senior_token_fraction": float(senior.sum() / total),
+        "tandem/junior_token_fraction": float((tokens.sum() - senior.sum()) / total),
+        "tandem/switches_per_seq": float(np.mean([s.switches for s in samples])),
+        "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
+        "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
+        "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
+    }
+    metrics.update(teacher_metrics(scored))
+    return metrics
+
+
+def teacher_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
+    """`opd/teacher_kl`: mean of log pi_student - log pi_teacher over aligned senior tokens, nats; coverage; what is masked."""
+    with_teacher = [(s.sample, s.teacher) for s in scored if s.teacher is not None]
+    out: dict[str, float | None] = {"opd/teacher_kl": None, "opd/coverage": None}
+    out.update(dict.fromkeys(f"opd/unaligned_{reason}" for reason in UNALIGNED_REASONS))
+    if not with_teacher:
+        return out
+    deltas = np.concatenate(
+        [
+            (np.asarray(s.log_probs) - a.log_probs)[a.mask & (np.asarray(s.authorship_mask) == 1)]
+            for s, a in with_teacher
+        ]
+    )
+    out["opd/teacher_kl"] = float(deltas.mean()) if deltas.size else None
+    out["opd/coverage"] = float(np.concatenate([a.mask for _, a in with_teacher]).mean())
+    for reason in UNALIGNED_REASONS:
+        out[f"opd/unaligned_{reason}"] = float(sum(a.unaligned[reason] for _, a in with_teacher))
+    return out
+
+
+def evaluate(
+    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int
+) -> tuple[dict[str, float | None], list[ScoredSample]]:
+    """(`eval/...` metrics, tandem samples) of the senior's current weights on held-out prompts.
+
+    The same draws every time (a rollout id of its own), so before and after are paired. `eval/handoff_retention` is tandem
+    accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
+    (of the solo ones without a junior).
+    """
+    both = "junior" in team.roles
+    teacher = "teacher" in team.roles
+    solo, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both)
+    accuracy = _accuracy(solo, tasks)
+    tandem: list[ScoredSample] = solo
+    tandem_accuracy: float | None = None
+    if both:
+        tandem, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher)
+        tandem_accuracy = _accuracy(tandem, tasks)
+    kl: Mapping[str, float | None] = teacher_metrics(tandem)
+    tokens = sum(len(s.sample.response_ids) for s in tandem)
+    return {
+        "eval/solo_accuracy": accuracy,
+        "eval/tandem_accuracy": tandem_accuracy,
+        "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
+        "eval/senior_token_fraction": sum(s.sample.senior_tokens for s in tandem) / max(tokens, 1),
+        "eval/teacher_kl": kl["opd/teacher_kl"],
+        "eval/coverage": kl["opd/coverage"],
+        "eval/response_tokens_mean": tokens / len(tandem),
+    }, tandem
+
+
+EVAL_ROLLOUT_ID = 2**62
+"""Rollout id of evaluations: no training step reaches it, so evaluation draws are never training draws."""
+
+
+def _accuracy(scored: Sequence[ScoredSample], tasks: TaskSet) -> float:
+    return float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored]))

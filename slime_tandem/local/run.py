@@ -1,0 +1,265 @@
+"""The run: evaluate, then rollout -> reward -> score -> update -> new weights to the engine, step by step; evaluate again.
+
+A run folder holds the tandem run; its control (solo GRPO: no junior, no teacher, same start, prompts, draws and budget)
+goes into `control/`. The control is evaluated with the same junior and teacher, so that both are measured alike.
+Everything random is a function of (seed, step), so a run that was killed goes on from its last checkpoint as if nothing
+had happened.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import RunDirError, explain
+from slime_tandem.local.batches import build_rows
+from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.rollouts import evaluate, rollout, rollout_metrics, with_revival
+from slime_tandem.local.tasks import TaskSet
+from slime_tandem.local.team import Team
+from slime_tandem.local.trainer import Trainer
+from slime_tandem.report.console import TrainProgress
+from slime_tandem.report.html import write_report
+from slime_tandem.report.summary import Summary, summarise, write_summary
+from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, transcript_of
+from slime_tandem.types import Prompt, ScoredSample
+
+_TRAIN_TRANSCRIPTS = 2
+_EVAL_TRANSCRIPTS = 12
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the runs in a run folder. `config` decides how it rolls out and learns."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of its checkpoints, `step-000020` and so on."""
+        return self.folder / "checkpoints"
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint, or None."""
+        return max(self.checkpoints.glob("step-*"), default=None)
+
+
+def control_config(config: RunConfig) -> RunConfig:
+    """The control of a run: solo GRPO on the task reward alone, all else equal.
+
+    >>> c = control_config(RunConfig())
+    >>> c.tandem.enabled, c.opd.enabled, c.objective.reward_coef
+    (False, False, 1.0)
+    """
+    return config.model_copy(
+        update={
+            "tandem": config.tandem.model_copy(update={"enabled": False}),
+            "opd": config.opd.model_copy(update={"enabled": False}),
+            "objective": config.objective.model_copy(update={"reward_coef": config.objective.reward_coef or 1.0}),
+            "control": False,
+        }
+    )
+
+
+def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Summary:
+    """Run everything and return the summary; the folder is `runs_dir/name`.
+
+    An existing run is refused unless `resume` (go on from the last checkpoint) or `overwrite` (delete it) is given.
+    KeyboardInterrupt leaves a checkpoint of the last whole step and no process. Raises TandemError kinds.
+    """
+    run_dir = config.run_dir
+    _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
+    arms = [Arm("run", config, run_dir)]
+    if config.control:
+        arms.append(Arm("control", control_config(config), run_dir / "control"))
+    tasks = TaskSet(config.tasks, config.seed)
+    held_out = tasks.heldout_prompts(config.eval.prompts)
+    with _terminate_as_interrupt():
+        try:
+            with Team(config, run_dir / "logs") as team:
+                for arm in arms:
+                    _run_arm(arm, team, tasks, held_out, resume=resume)
+        finally:
+            # Also of a run that was cut short: what there is can be looked at.
+            if (run_dir / "config.yaml").exists():
+                write_summary(run_dir)
+                write_report(run_dir)
+    return summarise(run_dir)
+
+
+def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
+    if overwrite and run_dir.exists():
+        if not (run_dir / "config.yaml").exists() and any(run_dir.iterdir()):
+            raise RunDirError(
+                explain("--overwrite", str(run_dir), "a run folder (with config.yaml)", "delete the folder yourself")
+            )
+        shutil.rmtree(run_dir)
+    if not resume and (run_dir / "config.yaml").exists():
+        raise RunDirError(
+            explain(
+                "name",
+                run_dir.name,
+                f"no run at {run_dir}",
+                "--resume goes on with it, --overwrite deletes it, or rename",
+            )
+        )
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
+    config = arm.config
+    start = team.folders["senior"]
+    policy = MegatronPolicy.from_hf(
+        start,
+        config.optimizer,
+        trust_remote_code=config.models.trust_remote_code,
+        threads=config.train.threads,
+    )
+    reference = None
+    if config.objective.kl_coef > 0:
+        reference = MegatronPolicy.from_hf(start, None, trust_remote_code=config.models.trust_remote_code)
+    trainer = Trainer(config, policy, reference)
+
+    step = 0
+    checkpoint = arm.last_checkpoint() if resume else None
+    if checkpoint is not None:
+        step = int(policy.load_checkpoint(checkpoint)["step"])
+    resumed = resume and (arm.folder / "config.yaml").exists()
+    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+        writer.write_config(config)
+        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
+        if step >= config.train.steps and (config.train.steps, "after") in done:
+            return
+        _send(policy, arm, team, step)
+        if (0, "before") not in done:
+            _evaluate(writer, team, tasks, held_out, config, step, "before")
+        with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
+            saved = step
+            try:
+                while step < config.train.steps:
+                    row, scored = _step(trainer, arm, team, tasks, step)
+                    writer.write_step(step, row)
+                    writer.write_transcripts(step, "train", [_transcript(team, s) for s in scored[:_TRAIN_TRANSCRIPTS]])
+                    progress.update(row)
+                    step += 1
+                    if step % config.train.save_every == 0 or step == config.train.steps:
+                        _save(policy, arm, step)
+                        saved = step
+                    if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                        _evaluate(writer, team, tasks, held_out, config, step, "during")
+            except KeyboardInterrupt:
+                if saved != step:
+                    with _shielded():
+                        _save(policy, arm, step)
+                raise
+        if step:
+            _evaluate(writer, team, tasks, held_out, config, step, "after")
+
+
+def _step(
+    trainer: Trainer, arm: Arm, team: Team, tasks: TaskSet, step: int
+) -> tuple[dict[str, float | None], list[ScoredSample]]:
+    config = arm.config
+    t0, retries = time.perf_counter(), team.retries
+    prompts = tasks.train_prompts(step, config.train.prompts_per_step)
+    scored, seconds = rollout(
+        team,
+        tasks,
+        prompts,
+        step,
+        config.train.samples_per_prompt,
+        tandem=config.tandem.enabled,
+        score=config.opd.enabled,
+    )
+    rows, group_metrics = build_rows(scored, config)
+    # From here to the new weights on the server there is no half-way: an interrupt waits until the step is whole.
+    with _shielded():
+        t1 = time.perf_counter()
+        train_metrics = trainer.update(rows)
+        t2 = time.perf_counter()
+        _send(trainer.policy, arm, team, step + 1)
+        t3 = time.perf_counter()
+        row: dict[str, float | None] = {
+            **rollout_metrics(scored, tasks),
+            **group_metrics,
+            **train_metrics,
+            **seconds,
+            "engine/retries": float(team.retries - retries),
+            "engine/weight_version": float(step),
+            "time/train_s": t2 - t1,
+            "time/sync_s": t3 - t2,
+            "time/step_s": t3 - t0,
+        }
+    return row, scored
+
+
+def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:
+    """Give the senior's server the policy's weights, as version `<arm>-<step>`."""
+    folder = arm.folder / "senior"
+    with disk_errors(folder):
+        policy.save_hf(folder)
+    version = f"{arm.name}-{step}"
+    with_revival(team, lambda: team.send_weights(folder, version))
+
+
+def _save(policy: MegatronPolicy, arm: Arm, step: int) -> None:
+    arm.checkpoints.mkdir(parents=True, exist_ok=True)
+    newest = arm.checkpoints / f"step-{step:06d}"
+    policy.save_checkpoint(newest, {"step": step})
+    for old in sorted(arm.checkpoints.glob("step-*"))[:-2]:
+        shutil.rmtree(old)
+
+
+def _evaluate(
+    writer: RunWriter, team: Team, tasks: TaskSet, held_out: list[Prompt], config: RunConfig, step: int, phase: str
+) -> None:
+    metrics, scored = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
+    writer.write_eval(step, phase, metrics)  # type: ignore[arg-type]
+    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in scored[:_EVAL_TRANSCRIPTS]])
+
+
+def _transcript(team: Team, scored: ScoredSample):  # type: ignore[no-untyped-def]
+    return transcript_of(scored, [team.student.show(t) for t in scored.sample.response_ids])
+
+
+@contextmanager
+def _shielded() -> Iterator[None]:
+    """Hold an interrupt (Ctrl-C) back until the block is done, then raise it; a second one does not wait."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, so that a scheduler's stop also leaves a checkpoint and no process."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

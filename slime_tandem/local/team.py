@@ -1,0 +1,195 @@
+"""The models of a run at work: their servers, clients and tokenizers; started, restarted after a crash, and stopped.
+
+A role whose `engine.<role>_url` is set uses that running server (SGLang or `slime-tandem serve`); the others get an
+embedded server of their own as a child process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from slime_tandem.config import RunConfig
+from slime_tandem.distill.scoring import Teacher
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.launch import ServerProcess
+from slime_tandem.errors import ConfigError, explain
+from slime_tandem.local.pretrain import resolve_model
+from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
+from slime_tandem.rollout.boundaries import resolve_boundaries
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.tandem import TandemWriter, write_lockstep
+from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
+
+Role = Literal["senior", "junior", "teacher"]
+
+
+class Team:
+    """Servers, clients and tokenizers of one run; a context manager that leaves no process behind.
+
+    Raises ModelError, TokenizerMismatchError and ConfigError before any server is started, EngineError kinds after.
+    """
+
+    def __init__(self, config: RunConfig, log_dir: Path) -> None:
+        self.config, self.log_dir = config, log_dir
+        self.roles: list[Role] = ["senior"]
+        self.roles += ["junior"] if config.tandem.enabled else []
+        self.roles += ["teacher"] if config.opd.enabled else []
+        cache = Path(config.models.cache_dir)
+        self.folders: dict[Role, Path] = {r: resolve_model(getattr(config.models, r), cache) for r in self.roles}
+        trust = config.models.trust_remote_code
+        self.tokenizers = {r: ModelTokenizer.load(f, trust_remote_code=trust) for r, f in self.folders.items()}
+        self.student = self.tokenizers["senior"]
+        if config.tandem.enabled:
+            require_same_tokenizer(self.student, self.tokenizers["junior"])
+        boundary = resolve_boundaries(config.tandem, self.student.tokens.table, self.student.tokens.special)
+        self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
+        self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
+        self.servers: dict[Role, ServerProcess] = {}
+        self.clients: dict[Role, EngineClient] = {}
+        self.runner = asyncio.Runner()
+        self.senior_version: str | None = None
+        self._senior_weights: Path | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        e = self.config.engine
+        key = self._api_key()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        urls: dict[Role, str] = {}
+        for role in self.roles:
+            url = getattr(e, f"{role}_url")
+            if url is None:
+                self.servers[role] = ServerProcess(
+                    str(self.folders[role]),
+                    log_path=self.log_dir / f"{role}.log",
+                    host=e.host,
+                    dtype=self.config.models.dtype,
+                    max_batch=e.max_batch,
+                    cache_tokens=e.cache_tokens,
+                    threads=e.threads,
+                    api_key=key,
+                    trust_remote_code=self.config.models.trust_remote_code,
+                )
+                self.servers[role].start()
+            else:
+                urls[role] = url
+        for role, server in self.servers.items():
+            server.wait_ready(e.start_timeout_s)
+            urls[role] = server.url
+        for role in self.roles:
+            self.clients[role] = self._client(role, urls[role])
+            self.runner.run(self.clients[role].wait_ready(e.start_timeout_s))
+
+    def _client(self, role: Role, url: str) -> EngineClient:
+        e = self.config.engine
+        return EngineClient(
+            url,
+            role=role,
+            api_key=self._api_key(),
+            timeout_s=e.request_timeout_s,
+            max_retries=e.max_retries,
+            backoff_s=e.backoff_s,
+        )
+
+    def _api_key(self) -> str | None:
+        name = self.config.engine.api_key_env
+        if name is None:
+            return None
+        value = os.environ.get(name)
+        if not value:
+            raise ConfigError(
+                explain("engine.api_key_env", name, "an environment variable that is set", f"export {name}")
+            )
+        return value
+
+    @property
+    def retries(self) -> int:
+        """HTTP requests repeated so far."""
+        return sum(client.retries for client in self.clients.values())
+
+    def close(self) -> None:
+        """Close the clients and stop the servers that this team started."""
+        try:
+            for client in self.clients.values():
+                self.runner.run(client.close())
+        finally:
+            self.clients.clear()
+            self.runner.close()
+            for server in self.servers.values():
+                server.stop()
+            self.servers.clear()
+
+    def send_weights(self, folder: Path, version: str) -> None:
+        """Load a Hugging Face folder into the senior's server; WeightVersionError if it then serves another version."""
+        self.runner.run(self.clients["senior"].update_weights_from_disk(str(folder.resolve()), version))
+        self.senior_version, self._senior_weights = version, folder
+
+    def revive(self) -> list[Role]:
+        """Restart own servers that have died, give the senior its current weights; returns the roles restarted."""
+        dead = [role for role, server in self.servers.items() if not server.is_alive()]
+        for role in dead:
+            self.servers[role].restart()
+        for role in dead:
+            self.servers[role].wait_ready(self.config.engine.start_timeout_s)
+            self.runner.run(self.clients[role].close())
+            self.clients[role] = self._client(role, self.servers[role].url)
+        if "senior" in dead and self._senior_weights is not None and self.senior_version is not None:
+            self.send_weights(self._senior_weights, self.senior_version)
+        return dead
+
+    def write(self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool) -> list[TandemSample]:
+        """Write `per_prompt` responses for every prompt, in order; a pure function of the weights, prompts and rollout id.
+
+        Every server forgets its cache first: a cached prefix would change the last bits of the log-probs, and a resumed run
+        could not repeat an uninterrupted one.
+        """
+        rule = self.tandem_rule if tandem else self.solo_rule
+        writers = []
+        for group, prompt in enumerate(prompts):
+            prompt_ids = self.student.render(prompt.messages)
+            for i in range(per_prompt):
+                key = SampleKey(self.config.seed, rollout_id, group * per_prompt + i)
+                writers.append(
+                    TandemWriter(
+                        key,
+                        group,
+                        prompt,
+                        prompt_ids,
+                        rule,
+                        self.config.sampling,
+                        eos_ids=self.student.tokens.eos_ids,
+                        decode=self.student.decode,
+                        custom_boundary=self.config.tandem.boundary_token_ids is not None,
+                    )
+                )
+        return self.runner.run(self._write(writers))
+
+    async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample]:
+        for client in self.clients.values():
+            await client.flush_cache()
+        engines = {SENIOR: self.clients["senior"]}
+        if "junior" in self.clients:
+            engines[JUNIOR] = self.clients["junior"]
+        return await write_lockstep(writers, engines, senior_version=self.senior_version)
+
+    def teacher(self) -> Teacher:
+        """The scorer; only where `opd.enabled`."""
+        t = self.tokenizers["teacher"]
+        return Teacher(
+            self.clients["teacher"], t.tokens, t.render, t.encode, t.end_of_turn, self.config.engine.max_batch
+        )

@@ -1,0 +1,96 @@
+"""What the run needs of a model folder's tokenizer: render a chat, encode, decode, and the bytes of every id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
+from slime_tandem.engines.hf import load_tokenizer
+from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
+from slime_tandem.types import Message
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
+
+    Load with `load`. Ids are the model's own; nothing here ever re-tokenises a sampled response.
+    """
+
+    folder: Path
+    tokens: TokenBytes
+    hf: Any
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
+        """Raises ModelError for a folder without a usable tokenizer, chat template or end-of-turn token."""
+        hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        if not hf.chat_template:
+            raise ModelError(
+                explain("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
+            )
+        return cls(folder, build_token_bytes(hf, _eos_ids(folder, hf)), hf)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt ids of the chat template, with the generation prompt."""
+        text = self.hf.apply_chat_template([m.as_dict() for m in messages], tokenize=False, add_generation_prompt=True)
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: no special token is added, and none is recognised inside the text."""
+        return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; bytes that are no UTF-8 show as U+FFFD, special tokens add nothing."""
+        return self.tokens.join(ids).decode("utf-8", "replace")
+
+    def show(self, token: int) -> str:
+        """One token for the eye: its text, or the name of a special token."""
+        data = self.tokens.of(token)
+        return data.decode("utf-8", "replace") if data is not None else str(self.hf.convert_ids_to_tokens(token))
+
+    @property
+    def end_of_turn(self) -> int:
+        """The end-of-turn id that the chat template itself writes, where there are several."""
+        eos = self.hf.eos_token_id
+        return eos if eos in self.tokens.eos_ids else min(self.tokens.eos_ids)
+
+
+def _eos_ids(folder: Path, hf: Any) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+    if eos is None:
+        eos = hf.eos_token_id
+    if eos is None:
+        raise ModelError(
+            explain("model folder", str(folder), "an end-of-turn token", "set eos_token_id in generation_config.json")
+        )
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> None:
+    """Raise TokenizerMismatchError, naming the first difference, unless both models share every id and end of turn."""
+    a, b = senior.tokens, junior.tokens
+    difference: str | None = None
+    if len(a.table) != len(b.table):
+        difference = f"{len(a.table)} against {len(b.table)} ids"
+    elif a.table != b.table:
+        i = next(i for i, (x, y) in enumerate(zip(a.table, b.table, strict=True)) if x != y)
+        difference = f"id {i} is {senior.show(i)!r} against {junior.show(i)!r}"
+    elif a.eos_ids != b.eos_ids:
+        difference = f"end-of-turn ids {sorted(a.eos_ids)} against {sorted(b.eos_ids)}"
+    elif a.special != b.special:
+        difference = f"special ids differ: {sorted(a.special ^ b.special)[:5]}"
+    if difference:
+        raise TokenizerMismatchError(
+            explain(
+                "models.junior",
+                str(junior.folder),
+                f"the senior's tokenizer ({senior.folder}); {difference}",
+                "use a junior of the senior's model family",
+            )
+        )

@@ -1,0 +1,83 @@
+"""One update of the senior from one rollout: rows -> mini-batches -> micro-batches -> loss -> optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_tandem.config import RunConfig
+from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
+from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.objective.logprobs import token_log_probs
+from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
+
+
+class Trainer:
+    """Applies the objective to a policy. `reference` (the frozen start weights) is needed when `objective.kl_coef` > 0."""
+
+    def __init__(self, config: RunConfig, policy: MegatronPolicy, reference: MegatronPolicy | None) -> None:
+        assert (reference is not None) == (config.objective.kl_coef > 0)
+        self.config, self.policy, self.reference = config, policy, reference
+
+    def update(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+        """Learn from one rollout; returns `train/...` metrics, means over its optimizer steps.
+
+        `train/logprob_diff` is of the first step only: there the policy still is the one that sampled, so it shows how far
+        the trainer and the engine disagree.
+        """
+        ref_log_probs = self._ref_log_probs(rows)
+        steps: list[dict[str, float]] = []
+        for mini in mini_batches(rows, self.config.train.updates_per_step):
+            steps.append(self._optimizer_step(mini, ref_log_probs))
+        metrics = {f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")}
+        metrics["train/logprob_diff"] = steps[0]["logprob_diff"]
+        metrics["train/lr"] = self.policy.lr
+        return metrics
+
+    def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
+        pg = sum(float(row.weights.sum()) for row in mini)
+        opd = sum(float(row.opd_mask.sum()) for row in mini)
+        denominators = Denominators(max(pg, 1e-8), max(opd, 1e-8))
+        total = dict.fromkeys(LOSS_METRICS, 0.0)
+        self.policy.zero_grad()
+        for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
+            log_probs, entropy = self._log_probs(self.policy, micro)
+            packed = PackedTokens(
+                old_log_probs=_pack([r.old_log_probs for r in micro]),
+                advantages=_pack([np.full(r.response_length, r.advantage) for r in micro]),
+                weights=_pack([r.weights for r in micro]),
+                opd_mask=_pack([r.opd_mask for r in micro]),
+                teacher_log_probs=_pack([r.teacher_log_probs for r in micro]),
+                ref_log_probs=torch.cat([ref[id(r)] for r in micro]) if ref else None,
+            )
+            loss, metrics = tandem_loss(
+                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            for name, value in metrics.items():
+                total[name] += value
+        return total | {"grad_norm": self.policy.step()}
+
+    def _ref_log_probs(self, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
+        """Log-probs [R] of the start weights per row, computed once per rollout and reused by all its updates."""
+        if self.reference is None:
+            return {}
+        out: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
+                log_probs, _ = self._log_probs(self.reference, micro)
+                parts = log_probs.split([r.response_length for r in micro])
+                out.update((id(row), part) for row, part in zip(micro, parts, strict=True))
+        return out
+
+    def _log_probs(self, policy: MegatronPolicy, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        logits = policy.response_logits([r.tokens for r in micro], [r.response_length for r in micro])
+        labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
+        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
+
+
+def _pack(parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).float()

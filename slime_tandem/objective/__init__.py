@@ -1,0 +1,1 @@
+"""The objective as pure functions over packed tokens: advantages, KL, loss."""

@@ -1,0 +1,1 @@
+"""What a person sees: metric names, tables, the HTML report."""

@@ -1,0 +1,192 @@
+"""Every metric name once, with its unit, how it is reduced, which way is better, and what it says.
+
+A row of `metrics.jsonl` holds exactly the `step` names, a row of `eval.jsonl` exactly the `eval` names. A value that
+does not exist in a run (no teacher, no junior) is None, never absent, so that readers and plots need no special cases.
+`docs/metrics.md` is generated from this table: `python -m slime_tandem.report.metrics > docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from slime_tandem.errors import DataError, explain
+
+Scope = Literal["step", "eval"]
+Direction = Literal["up", "down", "none"]
+Reduction = Literal[
+    "sample mean", "group mean", "token mean", "update mean", "ratio of sums", "sum over the step", "value at the end"
+]
+Row = Mapping[str, float | None]
+
+RIGHT_REWARD = 1.0
+"""A response counts as right when its task reward reaches this; partial credit does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: `reduction` says over what the value is taken, `direction` which way is better."""
+
+    name: str
+    scope: Scope
+    unit: str
+    reduction: Reduction
+    direction: Direction
+    description: str
+
+
+def _step(name: str, unit: str, reduction: Reduction, direction: Direction, description: str) -> Metric:
+    return Metric(name, "step", unit, reduction, direction, description)
+
+
+def _eval(name: str, unit: str, reduction: Reduction, direction: Direction, description: str) -> Metric:
+    return Metric(name, "eval", unit, reduction, direction, description)
+
+
+_TABLE = (
+    _step("rollout/reward_mean", "reward", "sample mean", "up", "task reward of the step's rollouts"),
+    _step("rollout/accuracy", "fraction", "sample mean", "up", f"share of rollouts with a reward of {RIGHT_REWARD:g}"),
+    _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
+    _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
+    _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "response tokens that the senior wrote"),
+    _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "response tokens that the junior wrote"),
+    _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),
+    _step("tandem/tokens_per_sent", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
+    _step("tandem/requests_per_token", "requests", "ratio of sums", "down", "engine requests per response token"),
+    _step("tandem/discarded_tokens", "tokens", "sum over the step", "down", "generated past a handoff and dropped"),
+    _step(
+        "opd/teacher_kl",
+        "nats",
+        "token mean",
+        "down",
+        "log pi_student - log pi_teacher on aligned senior tokens: a one-sample estimate of KL(student || teacher)",
+    ),
+    _step("opd/coverage", "fraction", "ratio of sums", "up", "response tokens that carry a teacher log-prob"),
+    _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
+    _step(
+        "opd/unaligned_special", "tokens", "sum over the step", "down", "no teacher value: special token without a twin"
+    ),
+    _step(
+        "opd/unaligned_boundary",
+        "tokens",
+        "sum over the step",
+        "down",
+        "no teacher value: the two tokenizers cut the text at other places",
+    ),
+    _step(
+        "opd/unaligned_invalid_utf8",
+        "tokens",
+        "sum over the step",
+        "down",
+        "no teacher value: the token is a broken piece of a character",
+    ),
+    _step("group/zero_variance_fraction", "fraction", "group mean", "down", "groups whose rewards are all equal"),
+    _step("train/loss", "1", "update mean", "none", "the whole loss: policy gradient plus weighted KL"),
+    _step("train/pg_loss", "1", "token mean", "none", "clipped surrogate with the distillation term"),
+    _step("train/kl_loss", "nats", "token mean", "none", "KL to the frozen start weights, before its weight"),
+    _step("train/grad_norm", "1", "update mean", "none", "global gradient norm before clipping"),
+    _step("train/clip_fraction", "fraction", "token mean", "none", "trained tokens whose ratio was clipped"),
+    _step("train/ratio_mean", "1", "token mean", "none", "pi_trainer / pi_rollout on trained tokens; 1 when in step"),
+    _step("train/entropy", "nats", "token mean", "none", "entropy of the senior's full distribution"),
+    _step("train/logprob_diff", "nats", "token mean", "down", "|trainer - rollout| log-prob on senior tokens"),
+    _step("train/lr", "1", "value at the end", "none", "learning rate"),
+    _step("engine/retries", "requests", "sum over the step", "down", "requests repeated after a failure"),
+    _step("engine/weight_version", "version", "value at the end", "none", "weights the senior's server answers with"),
+    _step("time/rollout_s", "seconds", "sum over the step", "down", "writing the responses"),
+    _step("time/scoring_s", "seconds", "sum over the step", "down", "teacher scoring and alignment"),
+    _step("time/train_s", "seconds", "sum over the step", "down", "forward, backward and optimizer"),
+    _step("time/sync_s", "seconds", "sum over the step", "down", "sending new weights to the senior's server"),
+    _step("time/step_s", "seconds", "sum over the step", "down", "the whole step, wall clock"),
+    _eval("eval/solo_accuracy", "fraction", "sample mean", "up", "held-out prompts right when the senior writes alone"),
+    _eval(
+        "eval/tandem_accuracy", "fraction", "sample mean", "up", "held-out prompts right when the junior writes along"
+    ),
+    _eval(
+        "eval/handoff_retention", "ratio", "ratio of sums", "up", "tandem accuracy / solo accuracy; null if solo is 0"
+    ),
+    _eval(
+        "eval/senior_token_fraction",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "senior's share of the tandem responses' tokens",
+    ),
+    _eval("eval/teacher_kl", "nats", "token mean", "down", "opd/teacher_kl on the held-out tandem responses"),
+    _eval("eval/coverage", "fraction", "ratio of sums", "up", "opd/coverage on the held-out tandem responses"),
+    _eval("eval/response_tokens_mean", "tokens", "sample mean", "none", "length of the held-out tandem responses"),
+)
+
+METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _TABLE})
+assert len(METRICS) == len(_TABLE), "a metric name appears twice"
+
+
+def row_keys(scope: Scope) -> tuple[str, ...]:
+    """The names of one kind of row, in the order they are written.
+
+    >>> row_keys("eval")[0]
+    'eval/solo_accuracy'
+    """
+    return tuple(name for name, m in METRICS.items() if m.scope == scope)
+
+
+def check_row(row: Row, scope: Scope = "step") -> None:
+    """Assert that `row` has exactly the names of its kind; refuse values that JSON cannot hold.
+
+    Raises AssertionError for a missing or unknown name (our bug), DataError for a NaN, an infinity or a non-number,
+    naming the metric.
+    """
+    expected = set(row_keys(scope))
+    assert row.keys() == expected, (
+        f"{scope} row: missing {sorted(expected - row.keys())}, unknown {sorted(row.keys() - expected)}"
+    )
+    for name, value in row.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(explain(name, value, "a number or None", "convert it with float() before it is logged"))
+        if not math.isfinite(value):
+            raise DataError(
+                explain(
+                    name,
+                    value,
+                    "a finite number",
+                    "the run has diverged or a mean was taken over nothing: look at the steps before, "
+                    "lower optimizer.lr, and resume from the last checkpoint",
+                )
+            )
+
+
+_BETTER: Mapping[Direction, str] = {"up": "higher", "down": "lower", "none": "-"}
+
+
+def metrics_markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `slime_tandem/report/metrics.py`; do not edit by hand:",
+        "`python -m slime_tandem.report.metrics > docs/metrics.md`.",
+        "",
+        "A row holds every name of its table. A value that does not exist in a run (no teacher, no junior) is `null`.",
+        "`step` counts from 0; an evaluation's `step` is the number of updates done before it.",
+    ]
+    for scope, file in (("step", "metrics.jsonl"), ("eval", "eval.jsonl")):
+        lines += [
+            "",
+            f"## `{file}`",
+            "",
+            "| name | unit | reduction | better | what it says |",
+            "|---|---|---|---|---|",
+        ]
+        for m in METRICS.values():
+            if m.scope == scope:
+                text = m.description.replace("|", "\\|")
+                lines.append(f"| `{m.name}` | {m.unit} | {m.reduction} | {_BETTER[m.direction]} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(metrics_markdown(), end="")

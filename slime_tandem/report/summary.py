@@ -1,0 +1,207 @@
+"""Reads a run folder back and says what came of the run: the numbers behind the final table, summary.json and the report.
+
+Works on a run that was killed in the middle: what is not there is None, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import RunDirError, explain
+from slime_tandem.report.metrics import Row, row_keys
+from slime_tandem.report.writer import disk_errors, read_rows
+
+Z95 = 1.959963984540054
+"""Two-sided 95% quantile of the standard normal."""
+
+
+class Seconds(TypedDict):
+    """Mean seconds per step; `other` is what the four parts leave of the step."""
+
+    rollout: float | None
+    scoring: float | None
+    training: float | None
+    sync: float | None
+    other: float | None
+    step: float | None
+
+
+class RunPart(TypedDict):
+    """One of the runs in a folder: the run itself or its control."""
+
+    label: str
+    steps: int
+    before: dict[str, float | None] | None
+    after: dict[str, float | None] | None
+    seconds: Seconds
+    retries: int
+    failed_samples: int
+
+
+class Verdict(TypedDict):
+    """Did it learn? `learned` is None when there is no evaluation before and after."""
+
+    learned: bool | None
+    metric: str
+    before: float | None
+    after: float | None
+    low: float | None
+    high: float | None
+    text: str
+
+
+class Summary(TypedDict):
+    """What came of a run; JSON-ready."""
+
+    name: str
+    seed: int
+    planned_steps: int
+    complete: bool
+    eval_prompts: int
+    verdict: Verdict
+    run: RunPart
+    control: RunPart | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The rows of one run: steps in order, evaluations in order."""
+
+    steps: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+
+
+def load_config(run_dir: Path) -> RunConfig:
+    """The config of a run folder; raises RunDirError if `run_dir` is no run folder, ConfigError for a changed config."""
+    if not (run_dir / "config.yaml").is_file():
+        raise RunDirError(
+            explain(
+                "run folder",
+                str(run_dir),
+                "a folder that `slime-tandem train` wrote, with a config.yaml",
+                "give runs/<name>, not a file in it or the folder above",
+            )
+        )
+    return RunConfig.load(run_dir / "config.yaml")
+
+
+def load_files(run_dir: Path) -> RunFiles:
+    """The rows of one run folder; rows of files that are not there yet are empty."""
+    return RunFiles(tuple(read_rows(run_dir / "metrics.jsonl")), tuple(read_rows(run_dir / "eval.jsonl")))
+
+
+def run_label(config: RunConfig) -> str:
+    """What a run is called in tables and legends.
+
+    >>> run_label(RunConfig())
+    'tandem + teacher'
+    """
+    return ("tandem" if config.tandem.enabled else "solo") + (" + teacher" if config.opd.enabled else "")
+
+
+def difference_interval(before: float, after: float, n: int) -> tuple[float, float]:
+    """95% interval of `after - before`, two shares of `n` prompts each (Agresti and Caffo 2000: one success and one failure
+    added to each side, which keeps it honest at shares of 0 and 1).
+
+    >>> low, high = difference_interval(0.5, 0.75, 100)
+    >>> round(low, 3), round(high, 3)
+    (0.114, 0.376)
+    """
+    p, q = ((share * n + 1) / (n + 2) for share in (before, after))
+    half = Z95 * math.sqrt((p * (1 - p) + q * (1 - q)) / (n + 2))
+    return q - p - half, q - p + half
+
+
+def summarise(run_dir: Path) -> Summary:
+    """Summarise the run in `run_dir` and, if there is one, its control. Raises RunDirError if it is no run folder."""
+    config = load_config(run_dir)
+    run = _part(run_label(config), load_files(run_dir))
+    control_dir = run_dir / "control"
+    control = _part("solo control", load_files(control_dir)) if control_dir.is_dir() else None
+    verdict = _verdict(run, config)
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "planned_steps": config.train.steps,
+        "complete": run["after"] is not None and run["steps"] >= config.train.steps,
+        "eval_prompts": config.eval.prompts,
+        "verdict": verdict,
+        "run": run,
+        "control": control,
+    }
+
+
+def write_summary(run_dir: Path) -> Summary:
+    """Summarise and write summary.json."""
+    summary = summarise(run_dir)
+    path = run_dir / "summary.json"
+    with disk_errors(path):
+        path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def _part(label: str, files: RunFiles) -> RunPart:
+    steps = files.steps
+    last = steps[-1]["step"] if steps else -1
+    before = [row for row in files.evals if row["phase"] == "before"]
+    # An evaluation called "after" that later steps follow is from before the run was extended.
+    after = [row for row in files.evals if row["phase"] == "after" and row["step"] >= last]
+    names = row_keys("eval")
+    return {
+        "label": label,
+        "steps": len(steps),
+        "before": {name: before[0][name] for name in names} if before else None,
+        "after": {name: after[-1][name] for name in names} if after else None,
+        "seconds": _seconds(steps),
+        "retries": int(sum(row["engine/retries"] or 0 for row in steps)),
+        "failed_samples": int(sum(row["opd/failed_samples"] or 0 for row in steps)),
+    }
+
+
+def _seconds(steps: Sequence[Row]) -> Seconds:
+    def mean(name: str) -> float | None:
+        values = [v for row in steps if (v := row[name]) is not None]
+        return sum(values) / len(steps) if values else None
+
+    parts = [mean(f"time/{name}_s") for name in ("rollout", "scoring", "train", "sync")]
+    step = mean("time/step_s")
+    other = None if step is None else max(0.0, step - sum(v or 0.0 for v in parts))
+    rollout, scoring, training, sync = parts
+    return {
+        "rollout": rollout,
+        "scoring": scoring,
+        "training": training,
+        "sync": sync,
+        "other": other,
+        "step": step,
+    }
+
+
+def _verdict(run: RunPart, config: RunConfig) -> Verdict:
+    n = config.eval.prompts
+    metric = "eval/tandem_accuracy" if config.tandem.enabled else "eval/solo_accuracy"
+    what = "tandem accuracy" if config.tandem.enabled else "solo accuracy"
+    before = run["before"][metric] if run["before"] else None
+    after = run["after"][metric] if run["after"] else None
+    if before is None or after is None:
+        missing = "before" if before is None else "after"
+        text = f"Not known: {run['steps']} of {config.train.steps} steps done, no evaluation {missing} training."
+        return {
+            "learned": None, "metric": metric, "before": before, "after": after, "low": None, "high": None, "text": text
+        }  # fmt: skip
+    low, high = difference_interval(before, after, n)
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    lead = "Yes" if low > 0 else "No, it got worse" if high < 0 else "Not shown"
+    text = (
+        f"{lead}: {what} on {n} held-out prompts {verb} from {before:.3f} to {after:.3f} "
+        f"({after - before:+.3f}, 95% interval {low:+.3f} to {high:+.3f})."
+    )
+    return {
+        "learned": low > 0, "metric": metric, "before": before, "after": after, "low": low, "high": high, "text": text
+    }  # fmt: skip

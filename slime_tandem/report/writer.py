@@ -1,0 +1,313 @@
+"""Writes a run's folder: metrics, evaluations, transcripts, TensorBoard events and the resolved config.
+
+A run folder: config.yaml, metrics.jsonl, eval.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
+summary.json, report.html, control/). Each JSON line is on the disk (fsync) before `write_*` returns, so a killed run
+loses at most the line it was writing; a resumed run first drops what it is going to write again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal, Self
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import RunDirError, explain
+from slime_tandem.report.metrics import Row, check_row
+from slime_tandem.types import ScoredSample
+
+EvalPhase = Literal["before", "during", "after"]
+
+# A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
+_FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_every", "train.threads", "eval.every")
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptToken:
+    """One response token: its text, its author (1 senior, 0 junior), the author's and the teacher's log-prob in nats.
+
+    `teacher_log_prob` is None where the teacher has no proven token of the same bytes, or no teacher answered.
+    """
+
+    text: str
+    author: int
+    log_prob: float
+    teacher_log_prob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One response as the report shows it."""
+
+    prompt: str
+    label: str | None
+    task: str
+    reward: float
+    finish_reason: str
+    tokens: tuple[TranscriptToken, ...]
+
+
+def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
+    """The transcript of one scored sample; `token_texts` [R] is the text of each response token.
+
+    A prompt of one message is shown as it is, several messages with their roles.
+    """
+    s, teacher = scored.sample, scored.teacher
+    messages = s.prompt.messages
+    prompt = messages[0].content if len(messages) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in messages)
+    teacher_log_probs: Sequence[float | None] = [None] * len(s.response_ids)
+    if teacher is not None:
+        teacher_log_probs = [float(v) if ok else None for v, ok in zip(teacher.log_probs, teacher.mask, strict=True)]
+    tokens = tuple(
+        TranscriptToken(*parts)
+        for parts in zip(token_texts, s.authorship_mask, s.log_probs, teacher_log_probs, strict=True)
+    )
+    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl file that this module wrote, without a last line that a kill cut short.
+
+    Raises RunDirError for a broken line elsewhere, naming file and line.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    raise RunDirError(
+                        explain(
+                            f"{path}:{number}",
+                            line[:80].decode("utf-8", "replace"),
+                            "one JSON object with a `step`",
+                            "restore the file, or delete this line",
+                        )
+                    )
+                yield row
+    except FileNotFoundError:
+        return
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block into a RunDirError that names `path` and says what to do."""
+    try:
+        yield
+    except RunDirError:
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise RunDirError(
+            explain(
+                str(path),
+                error.strerror or str(error),
+                "a writable file on a disk with free space",
+                "free space on that disk, then resume the run from its last checkpoint"
+                if full
+                else "check the path and its permissions, or choose another runs_dir",
+            )
+        ) from error
+
+
+class RunWriter:
+    """Appends to one run folder; a context manager.
+
+    `resume_step` is the step that will be written next by a resumed run, None for a new run. Rows of steps that will be
+    run again are dropped. An evaluation at `resume_step` is of weights that the checkpoint holds: it stays, and writing
+    the same (step, phase) again replaces it.
+
+    Raises RunDirError if a new run finds rows of an older one, or the folder cannot be written (full disk, rights).
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
+        self.run_dir = run_dir
+        self._resumed = resume_step is not None
+        self._metrics, self._evals, self._transcripts = (
+            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl")
+        )
+        with disk_errors(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            for path in (self._metrics, self._evals, self._transcripts):
+                if path.exists() and path.stat().st_size:
+                    raise RunDirError(
+                        explain(
+                            "run folder",
+                            str(run_dir),
+                            "no rows of an earlier run",
+                            "resume it, or choose another `name`",
+                        )
+                    )
+        else:
+            _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
+            _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
+            _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row["phase"] == "eval"))
+        last = max((row["step"] for row in read_rows(self._metrics)), default=None)
+        self._last_step: int | None = last
+        self._seen = {(row["step"], row["phase"]) for row in read_rows(self._evals)}
+        self._files: dict[Path, BinaryIO] = {}
+        self._events = _EventFile(run_dir / "tb", purge_from=resume_step)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.yaml. A resumed run must have the settings it was started with, else RunDirError."""
+        path = self.run_dir / "config.yaml"
+        if self._resumed and path.exists():
+            old, new = _flat(RunConfig.load(path)), _flat(config)
+            for name in sorted(old.keys() | new.keys()):
+                if name in _FREE_ON_RESUME or name.startswith("engine."):
+                    continue
+                if old.get(name) != new.get(name):
+                    raise RunDirError(
+                        explain(
+                            name,
+                            new.get(name),
+                            f"{old.get(name)!r}, as in {path}",
+                            "resume with the same setting, or choose another `name`",
+                        )
+                    )
+        _replace(path, config.to_yaml().encode())
+
+    def write_step(self, step: int, row: Row) -> None:
+        """Append one training step. Raises AssertionError for another key set, DataError for a NaN, RunDirError."""
+        check_row(row, "step")
+        assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
+        self._append(self._metrics, [{"step": step, **row}])
+        self._last_step = step
+        self._events.scalars(step, row)
+
+    def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
+        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
+        check_row(row, "eval")
+        if (step, phase) in self._seen:
+            _keep_rows(self._evals, lambda old: (old["step"], old["phase"]) != (step, phase), self._files)
+        self._append(self._evals, [{"step": step, "phase": phase, **row}])
+        self._seen.add((step, phase))
+        self._events.scalars(step, row)
+
+    def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
+        """Append the transcripts of a step. Those of an evaluation replace the ones of the same step."""
+        if phase == "eval":
+            _keep_rows(self._transcripts, lambda old: (old["step"], old["phase"]) != (step, phase), self._files)
+        self._append(self._transcripts, [{"step": step, "phase": phase, **_as_json(t)} for t in transcripts])
+
+    def close(self) -> None:
+        """Close all files; every row is already on the disk."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        with disk_errors(path):
+            if path not in self._files:
+                self._files[path] = path.open("ab")
+            file = self._files[path]
+            for row in rows:
+                # allow_nan=False is the last guard: JSON has no NaN, and a reader would choke on one.
+                file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _EventFile:
+    """A TensorBoard event file, written in this thread: no torch, no tensorflow, and a full disk is seen at once."""
+
+    def __init__(self, folder: Path, *, purge_from: int | None) -> None:
+        self.path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with disk_errors(self.path):
+            folder.mkdir(exist_ok=True)
+            self._file = self.path.open("wb")
+            self._records = RecordWriter(self._file)
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_from is not None:
+            # A START mark tells TensorBoard to forget events of this and later steps from earlier files.
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(event_pb2.Event(wall_time=time.time(), step=purge_from, session_log=start))
+
+    def scalars(self, step: int, row: Row) -> None:
+        """One event with all values of the row that exist."""
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in row.items() if value is not None
+        ]
+        self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+
+    def close(self) -> None:
+        with disk_errors(self.path):
+            self._file.close()
+
+    def _write(self, event: event_pb2.Event) -> None:
+        with disk_errors(self.path):
+            self._records.write(event.SerializeToString())
+            self._file.flush()
+
+
+def _as_json(t: Transcript) -> dict[str, Any]:
+    tokens = [
+        {"text": k.text, "author": k.author, "log_prob": k.log_prob, "teacher_log_prob": k.teacher_log_prob}
+        for k in t.tokens
+    ]
+    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward}
+    return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
+
+
+def _keep_rows(
+    path: Path, keep: Callable[[Mapping[str, Any]], bool], open_files: dict[Path, BinaryIO] | None = None
+) -> None:
+    """Rewrite a .jsonl file with only the rows to keep; an open handle on it is closed first."""
+    if not path.exists():
+        return
+    rows = list(read_rows(path))
+    kept = [row for row in rows if keep(row)]
+    whole = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+    if len(kept) == len(rows) and whole:
+        return
+    if open_files is not None and path in open_files:
+        open_files.pop(path).close()
+    _replace(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a whole file so that a kill leaves either the old or the new one."""
+    new = path.with_name(path.name + ".new")
+    with disk_errors(path):
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, node: Any) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                walk(f"{prefix}.{key}" if prefix else key, value)
+        else:
+            flat[prefix] = node
+
+    walk("", config.model_dump(mode="json"))
+    return flat

@@ -1,0 +1,1 @@
+"""Who writes next, and the loop that lets them write."""

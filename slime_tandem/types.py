@@ -1,0 +1,155 @@
+"""Frozen records that cross module borders. No torch, no I/O.
+
+Shapes: [R] response tokens of one sample, in the student's own sampled ids (never re-tokenised).
+Units: log-probs in nats; positions and lengths in tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_tandem.errors import DataError, explain
+
+SENIOR = 1
+JUNIOR = 0
+
+FinishReason = Literal["stop", "length", "abort"]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn, as chat templates take it."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        """The dict form that `apply_chat_template` takes."""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task instance: raw chat messages (each model renders them itself), the label, and where it came from.
+
+    >>> Prompt("chain_sum/17", (Message("user", "4 + 3 ="),), label="7", task="chain_sum").messages[0].content
+    '4 + 3 ='
+    """
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+    label: str | None
+    task: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Names one sample of a run for good: all its random draws derive from it (`rollout.handoff`)."""
+
+    seed: int
+    rollout_id: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorRun:
+    """Consecutive response tokens `[start, stop)` by one author, written under one weight version."""
+
+    author: int
+    start: int
+    stop: int
+    weight_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TandemSample:
+    """One co-written response. All per-token tuples have length R.
+
+    `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature.
+    `authorship_mask` is 1 where the senior wrote the token, 0 where the junior did.
+    `discarded_tokens` were generated past a handoff and dropped; `requests` is the number of engine requests.
+
+    >>> s = TandemSample(SampleKey(0, 0, 0), 0, Prompt("p", (), None, "t"), (1, 2), (5, 6, 7), (1, 1, 0),
+    ...                  (-0.1, -0.2, -0.3), "stop", " 4 2", (AuthorRun(1, 0, 2, "0"), AuthorRun(0, 2, 3, "0")))
+    >>> s.senior_tokens, s.switches
+    (2, 1)
+    """
+
+    key: SampleKey
+    group_id: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    authorship_mask: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    text: str
+    runs: tuple[AuthorRun, ...]
+    discarded_tokens: int = 0
+    requests: int = 0
+
+    def __post_init__(self) -> None:
+        R = len(self.response_ids)
+        for name in ("authorship_mask", "log_probs"):
+            n = len(getattr(self, name))
+            if n != R:
+                raise DataError(
+                    explain(
+                        f"TandemSample.{name}", f"length {n}", f"length {R}, one per response token", "see the engine"
+                    )
+                )
+
+    @property
+    def senior_tokens(self) -> int:
+        """Response tokens written by the senior."""
+        return sum(self.authorship_mask)
+
+    @property
+    def switches(self) -> int:
+        """How often the author changes between neighbouring tokens."""
+        m = self.authorship_mask
+        return sum(a != b for a, b in itertools.pairwise(m))
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedScores:
+    """Teacher log-probs at student positions.
+
+    `log_probs` [R] nats, 0.0 where `mask` is False; `mask` [R] True where a teacher token with exactly the same bytes
+    at the same place was proven; `unaligned` counts the masked positions by reason, so that nothing is dropped silently.
+    """
+
+    log_probs: FloatArray
+    mask: BoolArray
+    unaligned: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        assert self.log_probs.shape == self.mask.shape
+        assert self.log_probs.ndim == 1
+        assert sum(self.unaligned.values()) == int((~self.mask).sum()), "every unaligned position is counted once"
+        assert np.isfinite(self.log_probs).all()
+
+    @property
+    def coverage(self) -> float:
+        """Share of the response positions that carry a teacher log-prob; 1.0 for an empty response."""
+        return float(self.mask.mean()) if self.mask.size else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A response with its task reward and, if a teacher answered, the teacher's view of it."""
+
+    sample: TandemSample
+    reward: float
+    teacher: AlignedScores | None
+    teacher_error: str | None = None
