@@ -199,7 +199,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _no_contradictions(self) -> RunConfig:
         s = self.sampling
-        if self.opd.enabled and (s.temperature != 1.0 or s.top_p != 1.0 or s.top_k not in (-1, 0)):
+        if s.top_k == 0:
+            raise ValueError(
+                "sampling.top_k=0: expected -1 (whole vocabulary) or at least 1, SGLang refuses 0. Remedy: set it to -1"
+            )
+        if self.opd.enabled and (s.temperature != 1.0 or s.top_p != 1.0 or s.top_k != -1):
             raise ValueError(
                 "opd.enabled=True: expected sampling.temperature=1, top_p=1, top_k=-1, because the teacher scores its "
                 "full distribution at temperature 1. Remedy: set these, or opd.enabled=false"
@@ -219,6 +223,17 @@ class RunConfig(Section):
             raise ValueError(
                 "train.samples_per_prompt=1: expected at least 2, a group of one has no relative advantage. "
                 "Remedy: raise it, or set objective.reward_coef=0 to distil only"
+            )
+        if self.objective.reward_coef == 0 and not (self.opd.enabled and self.opd.coef > 0) and self.train.steps > 0:
+            raise ValueError(
+                "objective.reward_coef=0: expected opd.enabled=true with opd.coef above 0, else there is nothing to learn "
+                "from. Remedy: raise objective.reward_coef, or switch opd on"
+            )
+        t = self.tandem
+        if t.boundary_token_ids is not None and t.selection_strategy not in ("word", "sentence"):
+            raise ValueError(
+                f"tandem.boundary_token_ids={list(t.boundary_token_ids)}: expected null, because "
+                f"tandem.selection_strategy={t.selection_strategy!r} counts tokens. Remedy: remove the ids, or choose word"
             )
         if self.train.prompts_per_step % self.train.updates_per_step:
             raise ValueError(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from slime_tandem.errors import ModelError, explain
 from slime_tandem.local.megatron_cpu import (
@@ -173,7 +173,7 @@ def transformer_config_from_hf(hf_config: Any) -> TransformerConfig:
         layernorm_epsilon=arch.norm_eps,
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
@@ -358,7 +358,7 @@ def _split_qkv(joined: torch.Tensor, arch: Architecture) -> list[torch.Tensor]:
     rest = joined.shape[1:]
     D, per_group = arch.head_dim, arch.num_heads // arch.num_kv_heads
     grouped = joined.reshape(arch.num_kv_heads, (per_group + 2) * D, *rest)
-    return [part.reshape(-1, *rest) for part in grouped.split([per_group * D, D, D], dim=1)]
+    return [part.reshape(-1, *rest) for part in torch.split(grouped, [per_group * D, D, D], dim=1)]
 
 
 def _check_names_and_shapes(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

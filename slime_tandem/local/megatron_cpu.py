@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed import checkpoint as dcp
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_dist_save
 
 with warnings.catch_warnings():
     # Transformer Engine and Apex are CUDA-only and not wanted here; Megatron says once per module that it falls back
@@ -33,6 +35,7 @@ with warnings.catch_warnings():
     # torch's own `utils/mkldnn.py` still uses TorchScript; it is imported through Megatron's dynamo use.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -49,6 +52,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "CheckpointingException",
     "GPTModel",
     "GroupedRowParallelLinear",
     "InverseFrequencyRope",
@@ -85,7 +89,7 @@ def ensure_initialized(seed: int) -> None:
         if not dist.is_initialized():
             excepthook = sys.excepthook
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if with_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1
+                "cpu:gloo,cuda:nccl" if with_cuda else "gloo", store=HashStore(), rank=0, world_size=1
             )
             # torch marks every line of an uncaught error with "[rank0]:"; a world of one does not need it.
             sys.excepthook = excepthook
@@ -135,7 +139,8 @@ class InverseFrequencyRope(RotaryEmbedding):  # type: ignore[misc]
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> torch.Tensor:
         """Angles `[S, 1, 1, head_dim]` of positions `offset ..`; packing and context parallelism are not used here."""
-        assert not packed_seq and (cp_group is None or cp_group.size() == 1)
+        assert not packed_seq
+        assert cp_group is None or cp_group.size() == 1
         freqs = self.get_freqs_non_repeated(max_seq_len, offset)
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
@@ -164,9 +169,9 @@ class SdpaCoreAttention(MegatronModule):  # type: ignore[misc]
         **_kind: Any,
     ) -> torch.Tensor:
         """`query` [S, B, heads, D], `key` and `value` [S, B, groups, D] -> [S, B, heads * D]."""
-        assert attention_mask is None and packed_seq_params is None and attention_bias is None
+        assert (attention_mask, packed_seq_params, attention_bias) == (None, None, None)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
+        out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         S, B = query.shape[:2]
@@ -199,8 +204,8 @@ class SynchronousTorchDistSave(TorchDistSaveShardedStrategy):  # type: ignore[mi
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors to `__0_0.distcp` and their index to `.metadata`, both fsynced."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        dcp.save(
+        torch_dist_save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )

@@ -46,6 +46,7 @@ from slime_tandem.local.convert import (
     megatron_to_hf,
 )
 from slime_tandem.local.megatron_cpu import (
+    CheckpointingException,
     GPTModel,
     ShardedObject,
     SynchronousTorchDistSave,
@@ -58,6 +59,7 @@ from slime_tandem.local.megatron_cpu import (
 _STATE, _FORMAT = "state.json", "slime_tandem checkpoint 1"
 _MEGATRON_FILES = frozenset({"metadata.json", "common.pt", ".metadata"})
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_IO_ERRORS = (OSError, RuntimeError, pickle.UnpicklingError)  # RuntimeError: torch's zip files
 # What a Hugging Face folder needs beside weights and config; the rest (README, other formats' weights) is not copied.
 _COMPANIONS = (
     "generation_config.json",
@@ -112,8 +114,7 @@ class MegatronPolicy:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits `[B, S, V]` of right-padded `tokens` `[B, S]`; attention is causal, so padding changes no earlier row."""
-        rows = self._hidden(tokens.to(self.device))
-        return self._output(rows)
+        return self._output(self._hidden(tokens.to(self.device))).transpose(0, 1)
 
     def response_logits(self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]) -> torch.Tensor:
         """Logits `[T, V]` over the response tokens of a micro-batch, T = sum of `response_lengths`.
@@ -132,8 +133,8 @@ class MegatronPolicy:
         if not sequences or len(sequences) != len(response_lengths):
             counts = (len(sequences), len(response_lengths))
             raise DataError(explain("sequences, response_lengths", counts, "equal counts above 0", "check the batch"))
-        S = max(len(sequence) for sequence in sequences)
-        tokens = torch.zeros(len(sequences), S, dtype=torch.long)
+        B, S = len(sequences), max(len(sequence) for sequence in sequences)
+        tokens = torch.zeros(B, S, dtype=torch.long)
         rows = []
         for b, (sequence, R) in enumerate(zip(sequences, response_lengths, strict=True)):
             if not 0 <= R < len(sequence):
@@ -141,7 +142,8 @@ class MegatronPolicy:
                     explain(f"response_lengths[{b}]", R, f"0 to {len(sequence) - 1}", "keep at least one prompt token")
                 )
             tokens[b, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-            rows.append(torch.arange(b * S + len(sequence) - R - 1, b * S + len(sequence) - 1))
+            # Position p of sequence b is row p * B + b of Megatron's [S, B, H]; position p predicts token p + 1.
+            rows.append(torch.arange(len(sequence) - R - 1, len(sequence) - 1) * B + b)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.architecture.vocab_size:
             bound = f"ids in [0, {self.architecture.vocab_size})"
@@ -149,7 +151,7 @@ class MegatronPolicy:
         return tokens.to(self.device), torch.cat(rows).to(self.device)
 
     def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        # [B, S] -> [B, S, H]: GPTModel.forward (models/gpt/gpt_model.py:478) up to the output layer.
+        # [B, S] -> [S, B, H]: GPTModel.forward (models/gpt/gpt_model.py:478) up to the output layer.
         B, S = tokens.shape
         positions = torch.arange(S, device=tokens.device).expand(B, S)
         embedded = self.model.embedding(input_ids=tokens, position_ids=positions)
@@ -157,7 +159,7 @@ class MegatronPolicy:
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=self.model.rotary_pos_emb(S)
         )
         assert isinstance(hidden, torch.Tensor)
-        return hidden.transpose(0, 1)
+        return hidden
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         tied = self.model.share_embeddings_and_output_weights
@@ -176,7 +178,8 @@ class MegatronPolicy:
 
         Raises TandemError, with weights and optimizer state untouched, if the norm is not finite.
         """
-        assert self.optimizer is not None and self.settings is not None, "a frozen policy has no step"
+        assert self.optimizer is not None, "a frozen policy has no step"
+        assert self.settings is not None
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         assert parameters, "no backward pass before step"
         norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -187,16 +190,20 @@ class MegatronPolicy:
             )
         torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm_tensor)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = self._rate(self.steps + 1)
         self.optimizer.step()
         self.steps += 1
         return norm
 
     @property
-    def learning_rate(self) -> float:
-        """Rate of the next step: linear from `lr / warmup_steps` to `lr` over the first `warmup_steps` steps."""
-        assert self.settings is not None
-        return self.settings.lr * min(1.0, (self.steps + 1) / max(1, self.settings.warmup_steps))
+    def lr(self) -> float:
+        """Learning rate of the latest step (before the first: of the first)."""
+        return self._rate(max(1, self.steps))
+
+    def _rate(self, step: int) -> float:
+        # Of the `step`-th update, counted from 1: linear up to `settings.lr` at step `warmup_steps`, constant after it.
+        assert self.settings is not None, "a frozen policy has no learning rate"
+        return self.settings.lr * min(1.0, step / max(1, self.settings.warmup_steps))
 
     def hf_state_dict(self) -> StateDict:
         """A float32 copy of the weights under their Hugging Face names."""
@@ -205,7 +212,8 @@ class MegatronPolicy:
     def save_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: float32 safetensors, config, and the source folder's tokenizer files.
 
-        Replaces `folder`; readers see the old one or the new one. Raises CheckpointError if it cannot be written.
+        Replaces `folder` as a whole: readers never see a half-written one. Raises CheckpointError if it cannot be written,
+        leaving an older folder there as it was.
         """
         with _replacing(Path(folder)) as partial:
             config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
@@ -233,7 +241,7 @@ class MegatronPolicy:
         }
         json.dumps(state)
         with _replacing(Path(folder)) as partial:
-            dist_checkpointing.save(self._sharded_state(), str(partial), SynchronousTorchDistSave())
+            dist_checkpointing.save(self._sharded_state(copied=False), str(partial), SynchronousTorchDistSave())
             state["files"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
             (partial / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
@@ -251,35 +259,44 @@ class MegatronPolicy:
                 raise _bad(path, f"{field}={theirs.get(field)!r}", f"{field}={ours[field]!r}, as in this model")
         if self.optimizer is not None and not state["trainable"]:
             raise _bad(path, "no optimizer state in it", "the checkpoint of a trainable policy")
-        wanted = self._sharded_state()
+        wanted = self._sharded_state(copied=True)
         _check_index(path, set(state["files"]))
         with warnings.catch_warnings():
             # Megatron still calls torch.distributed.checkpoint.load_state_dict (dist_checkpointing/strategies/torch.py:799).
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+            # torch's planner touches its own deprecated ShardedTensor, in which Megatron stacks the layers of a weight.
+            warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
             try:
                 loaded = dist_checkpointing.load(wanted, str(path))
-            except (TorchCheckpointException, Exception) as error:  # noqa: BLE001
-                raise _bad(path, _first_line(error), "tensors of this model") from error
+            except (TorchCheckpointException, CheckpointingException, *_IO_ERRORS) as error:
+                raise _bad(path, _reason(error), "the tensors of this model") from error
         self._take(loaded, int(state["step"]))
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def _sharded_state(self) -> dict[str, Any]:
-        # Megatron's own sharded description of its parameters, and of the moments after their parameters; the tensors are
-        # copies where loading would otherwise write into the live model. `_extra_state` entries are None without
-        # Transformer Engine (tensor_parallel/layers.py:1075) and would put pickled objects into the files.
+    def _sharded_state(self, *, copied: bool) -> dict[str, Any]:
+        # Megatron's own sharded description of its parameters, and of the moments after their parameters. Loading writes
+        # into these tensors, so it asks for copies: a damaged file must not leave the live model half overwritten.
+        # `_extra_state` entries are None without Transformer Engine (tensor_parallel/layers.py:1075) and would only put
+        # pickled objects into the files.
         described = {
             name: sharded
             for name, sharded in self.model.sharded_state_dict().items()
             if not isinstance(sharded, ShardedObject)
         }
-        state: dict[str, Any] = {"model": {n: replace(s, data=s.data.detach().clone()) for n, s in described.items()}}
+
+        def data(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone() if copied else tensor.detach()
+
+        state: dict[str, Any] = {
+            "model": {n: replace(sharded, data=data(sharded.data)) for n, sharded in described.items()}
+        }
         if self.optimizer is not None:
             parameters = dict(self.model.named_parameters())
             state["optimizer"] = {
                 moment: {
                     name: make_sharded_optimizer_tensor(
-                        sharded, self.optimizer.state[parameters[name]][moment].clone(), f"optimizer.state.{moment}"
+                        sharded, data(self.optimizer.state[parameters[name]][moment]), f"optimizer.state.{moment}"
                     )
                     for name, sharded in described.items()
                 }
@@ -323,9 +340,11 @@ def _replacing(target: Path) -> Iterator[Path]:
     partial: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in target.parent.glob(f".{target.name}.partial-*"):  # of a killed process
-            shutil.rmtree(left_over)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        prefix = f".{target.name}.partial-"
+        for path in target.parent.iterdir():
+            if path.name.startswith(prefix):  # left over by a killed process
+                shutil.rmtree(path)
+        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         partial.chmod(0o755)
         yield partial
         for path in (*partial.iterdir(), partial):
@@ -333,12 +352,16 @@ def _replacing(target: Path) -> Iterator[Path]:
         if target.exists():
             old = partial.with_name(f"{partial.name}-old")
             target.rename(old)
-            partial.rename(target)
+            try:
+                partial.rename(target)
+            except OSError:
+                old.rename(target)
+                raise
             shutil.rmtree(old)
         else:
             partial.rename(target)
         _fsync(target.parent)
-    except (TorchCheckpointException, OSError, SafetensorError, RuntimeError) as error:
+    except (TorchCheckpointException, SafetensorError, *_IO_ERRORS) as error:
         raise _unwritable(target, error) from error
     finally:
         if partial is not None:
@@ -346,8 +369,8 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def _unwritable(target: Path, error: BaseException) -> CheckpointError:
-    text = _first_line(error)
-    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or os.strerror(errno.ENOSPC) in str(error):
+    text = _reason(error)
+    if os.strerror(errno.ENOSPC) in str(error):
         free = shutil.disk_usage(target.parent).free
         return CheckpointError(
             explain(
@@ -373,7 +396,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TorchCheckpointException):  # a BaseException that wraps one (exception, stack) per rank
+        error = next(iter(error.failures.values()))[0]
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -397,9 +422,9 @@ def _read_state(path: Path) -> dict[str, Any]:
         found_format, files = state["format"], state["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _bad(
-            path, f"unreadable {_STATE} ({_first_line(error)})", "a whole checkpoint written by slime_tandem"
+            path, f"unreadable {_STATE} ({_reason(error)})", "a whole checkpoint written by slime_tandem"
         ) from error
-    if found_format != _FORMAT or not _MEGATRON_FILES <= files.keys():
+    if found_format != _FORMAT or not files.keys() >= _MEGATRON_FILES:
         raise _bad(path, f"format {found_format!r}", f"format {_FORMAT!r}")
     for name, digest in files.items():
         if Path(name).name != name or not (path / name).is_file():
@@ -414,19 +439,20 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         allowed: Mapping[str, tuple[str, ...]] = {
-            "torch": ("Size", "device", "float32", "float64", "float16", "bfloat16", "int64", "int32", "strided"),
+            "torch": ("Size", "float32"),
             "torch.serialization": ("_get_layout",),
             "torch.distributed.checkpoint.metadata": (
+                "ChunkStorageMetadata",
                 "Metadata",
                 "MetadataIndex",
-                "TensorStorageMetadata",
-                "TensorProperties",
-                "ChunkStorageMetadata",
                 "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
                 "_MEM_FORMAT_ENCODING",
             ),
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
             "pathlib": ("PosixPath",),
+            "pathlib._local": ("PosixPath",),  # its home in Python 3.13
         }
         if name not in allowed.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor index")
@@ -439,7 +465,7 @@ def _check_index(path: Path, files: set[str]) -> None:
         with (path / ".metadata").open("rb") as file:
             index = _IndexUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise _bad(path, f"unsafe or damaged .metadata ({_first_line(error)})", "an index of tensors") from error
+        raise _bad(path, f"unsafe or damaged .metadata ({_reason(error)})", "an index of tensors") from error
     if not isinstance(index, Metadata):
         raise _bad(path, f"a {type(index).__name__} in .metadata", "an index of tensors")
     for key, entry in index.state_dict_metadata.items():

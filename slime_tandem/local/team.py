@@ -16,6 +16,7 @@ from typing import Literal, Self
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.hf import check_model_folder
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.errors import ConfigError, explain
 from slime_tandem.local.pretrain import resolve_model
@@ -41,6 +42,9 @@ class Team:
         self.roles += ["teacher"] if config.opd.enabled else []
         cache = Path(config.models.cache_dir)
         self.folders: dict[Role, Path] = {r: resolve_model(getattr(config.models, r), cache) for r in self.roles}
+        for role, folder in self.folders.items():
+            if getattr(config.engine, f"{role}_url") is None or role == "senior":
+                check_model_folder(folder)
         trust = config.models.trust_remote_code
         self.tokenizers = {r: ModelTokenizer.load(f, trust_remote_code=trust) for r, f in self.folders.items()}
         self.student = self.tokenizers["senior"]

@@ -13,6 +13,7 @@ from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
+from slime_tandem.types import FloatArray
 
 
 class Trainer:
@@ -34,7 +35,7 @@ class Trainer:
             steps.append(self._optimizer_step(mini, ref_log_probs))
         metrics = {f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")}
         metrics["train/logprob_diff"] = steps[0]["logprob_diff"]
-        metrics["train/lr"] = self.policy.lr
+        metrics["train/lr"] = self.policy.learning_rate
         return metrics
 
     def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
@@ -46,11 +47,11 @@ class Trainer:
         for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
             log_probs, entropy = self._log_probs(self.policy, micro)
             packed = PackedTokens(
-                old_log_probs=_pack([r.old_log_probs for r in micro]),
-                advantages=_pack([np.full(r.response_length, r.advantage) for r in micro]),
-                weights=_pack([r.weights for r in micro]),
-                opd_mask=_pack([r.opd_mask for r in micro]),
-                teacher_log_probs=_pack([r.teacher_log_probs for r in micro]),
+                old_log_probs=self._pack([r.old_log_probs for r in micro]),
+                advantages=self._pack([np.full(r.response_length, r.advantage) for r in micro]),
+                weights=self._pack([r.weights for r in micro]),
+                opd_mask=self._pack([r.opd_mask for r in micro]),
+                teacher_log_probs=self._pack([r.teacher_log_probs for r in micro]),
                 ref_log_probs=torch.cat([ref[id(r)] for r in micro]) if ref else None,
             )
             loss, metrics = tandem_loss(
@@ -78,6 +79,5 @@ class Trainer:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
         return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
 
-
-def _pack(parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).float()
+    def _pack(self, parts: Sequence[FloatArray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).float().to(self.policy.device)

@@ -126,6 +126,9 @@ def curve(name: str, title: str, runs: Sequence[tuple[str, str, Sequence[Mapping
 
 def _range(low: float, high: float, *, bounded: bool) -> tuple[float, float]:
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
+    if bounded:
+        # A share that hardly moves must not look as if it did.
+        pad = max(pad, (0.2 - (high - low)) / 2)
     low, high = (low if low == 0.0 else low - pad), high + pad
     return (max(low, 0.0), min(high, 1.0)) if bounded else (low, high)
 

@@ -38,7 +38,7 @@ CURVES = (
     ("rollout/accuracy", "Rollout accuracy"),
     ("opd/teacher_kl", "Teacher KL"),
     ("tandem/senior_token_fraction", "Senior token fraction"),
-    ("rollout/response_tokens_mean", "Response length"),
+    ("rollout/response_tokens_mean", "Response tokens"),
     ("train/entropy", "Entropy"),
     ("train/grad_norm", "Gradient norm"),
     ("time/step_s", "Step time"),
@@ -172,8 +172,8 @@ def render(run_dir: Path) -> str:
 
 def _status(summary: Summary) -> str:
     if summary["complete"]:
-        return f"complete, {summary['run']['steps']} steps"
-    return f"incomplete, {summary['run']['steps']} of {summary['planned_steps']} steps"
+        return "complete"
+    return f"stopped after {summary['run']['steps']} of {summary['planned_steps']} steps"
 
 
 def _card(name: str, title: str, parts: Sequence[RunPart]) -> dict[str, Any]:

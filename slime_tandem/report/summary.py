@@ -196,10 +196,10 @@ def _verdict(run: RunPart, config: RunConfig) -> Verdict:
             "learned": None, "metric": metric, "before": before, "after": after, "low": None, "high": None, "text": text
         }  # fmt: skip
     low, high = difference_interval(before, after, n)
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    moved = f"{'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f}"
     lead = "Yes" if low > 0 else "No, it got worse" if high < 0 else "Not shown"
     text = (
-        f"{lead}: {what} on {n} held-out prompts {verb} from {before:.3f} to {after:.3f} "
+        f"{lead}: {what} on {n} held-out prompts {moved if after != before else f'stayed at {after:.3f}'} "
         f"({after - before:+.3f}, 95% interval {low:+.3f} to {high:+.3f})."
     )
     return {

@@ -31,9 +31,12 @@ def eval_row(**values: float) -> dict[str, float | None]:
     return {**dict.fromkeys(row_keys("eval")), **{f"eval/{k}": v for k, v in values.items()}}
 
 
-def transcript(texts: tuple[str, ...], *, reward: float = 1.0, prompt: str = "4 + 3 =", teacher: bool = True) -> Transcript:
+def transcript(
+    texts: tuple[str, ...], *, reward: float = 1.0, prompt: str = "4 + 3 =", teacher: bool = True
+) -> Transcript:
     tokens = tuple(
-        TranscriptToken(text, i % 2, -0.5, (-1.0 if i % 3 else None) if teacher else None) for i, text in enumerate(texts)
+        TranscriptToken(text, i % 2, -0.5, (-1.0 if i % 3 else None) if teacher else None)
+        for i, text in enumerate(texts)
     )
     return Transcript(prompt, "7", "chain_sum", reward, "stop", tokens)
 
@@ -42,7 +45,9 @@ def transcript(texts: tuple[str, ...], *, reward: float = 1.0, prompt: str = "4 
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Builds a run folder with `steps` steps, evaluations, transcripts and, if asked, a control."""
 
-    def make(steps: int = 4, *, control: bool = True, finished: bool = True, texts: tuple[str, ...] = ("a", " b")) -> Path:
+    def make(
+        steps: int = 4, *, control: bool = True, finished: bool = True, texts: tuple[str, ...] = ("a", " b")
+    ) -> Path:
         run_dir = tmp_path / "demo"
         config = RunConfig.load(overrides=["name=demo", f"train.steps={steps}", "eval.prompts=100"])
         for folder, gain in ((run_dir, 0.3), (run_dir / "control", 0.1))[: 2 if control else 1]:
@@ -131,7 +136,9 @@ class Browser:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def visit(self, path: Path, use: Callable[[Page], Any], *, width: int, height: int = 900, dark: bool = False) -> Any:
+    def visit(
+        self, path: Path, use: Callable[[Page], Any], *, width: int, height: int = 900, dark: bool = False
+    ) -> Any:
         """Open a file at `width` CSS pixels, await `use(page)`, and return what it gives."""
 
         async def session() -> Any:

@@ -76,7 +76,8 @@
   }
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") clear(); });
   document.addEventListener("click", (event) => { if (!tokenOf(event)) clear(); });
-  window.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+  const follow = () => { if (current) showToken(current); else tip.hidden = true; };
+  window.addEventListener("scroll", follow, { passive: true, capture: true });
 
   // Curves: a read-out at the nearest step.
   for (const plot of document.querySelectorAll(".plot")) {

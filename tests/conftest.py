@@ -1,0 +1,93 @@
+"""Fixtures for several folders: tiny models with real tokenizers, made on the spot."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}%EOT%{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Trio:
+    """Folders of three random models; the teacher has another tokenizer."""
+
+    senior: Path
+    junior: Path
+    teacher: Path
+
+
+def make_tokenizer(corpus: list[str], vocab_size: int, eot: str):  # type: ignore[no-untyped-def]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = [eot, "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eot, pad_token=eot)
+    tokenizer.chat_template = TEMPLATE.replace("%EOT%", eot)
+    return tokenizer
+
+
+def make_model(folder: Path, tokenizer, *, seed: int, kind: str = "qwen3") -> Path:  # type: ignore[no-untyped-def]
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+        # Spread logits a little: a flat model would make every test of log-probs blind.
+        model.get_input_embeddings().weight.data.mul_(8)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CORPUS = ["State the answer to the problem: 12 + 34 = and say why. <answer>46</answer> ones carry tens answer"] * 3
+
+
+@pytest.fixture(scope="session")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
+    """Senior and junior share a tokenizer, the teacher has other merges and another end of turn."""
+    root = tmp_path_factory.mktemp("trio")
+    student = make_tokenizer(CORPUS, 300, "<|end|>")
+    other = make_tokenizer([c.replace("answer", "answering the") for c in CORPUS], 280, "<|eot|>")
+    return Trio(
+        make_model(root / "senior", student, seed=1),
+        make_model(root / "junior", student, seed=2),
+        make_model(root / "teacher", other, seed=3, kind="llama"),
+    )

@@ -1,0 +1,265 @@
+"""Whole runs on real servers and a real Megatron-core model: learning, resuming, stopping, surviving."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ModelError, RunDirError, TokenizerMismatchError
+from slime_tandem.local.run import train
+
+BASE: dict[str, Any] = {
+    "name": "r",
+    "control": True,
+    "tasks": [{"family": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}],
+    "sampling": {"max_new_tokens": 12},
+    "train": {"steps": 4, "prompts_per_step": 2, "samples_per_prompt": 3, "save_every": 1, "threads": 1},
+    "eval": {"prompts": 4},
+    "engine": {"cache_tokens": 4096, "backoff_s": 0.05, "max_retries": 2},
+    "optimizer": {"lr": 0.01},
+}
+
+
+def settings(trio, runs: Path, **changes: Any) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
+    return {**BASE, "runs_dir": str(runs), "models": models, **changes}
+
+
+def start(config: dict[str, Any], folder: Path, *flags: str) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(path), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, n: int) -> None:
+    while len(rows(run / "metrics.jsonl")) < n:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def servers_of(run: Path) -> list[int]:
+    """Process ids of servers whose command line or log belongs to this run folder."""
+    found = []
+    for proc in Path("/proc").iterdir():
+        if proc.name.isdigit():
+            try:
+                logs = os.readlink(proc / "fd" / "1")
+                line = (proc / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"slime_tandem.engines" in line and logs.startswith(str(run.resolve())):
+                found.append(int(proc.name))
+    return found
+
+
+def comparable(path: Path) -> list[dict[str, Any]]:
+    """Rows without what depends on the clock or on luck with connections."""
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "engine/retries"} for r in rows(path)]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(trio, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
+    root = tmp_path_factory.mktemp("uninterrupted")
+    out = finish(start(settings(trio, root / "runs"), root))
+    assert "report.html" in out
+    return root / "runs" / "r"
+
+
+def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
+    for arm in (uninterrupted, uninterrupted / "control"):
+        assert [r["step"] for r in rows(arm / "metrics.jsonl")] == [0, 1, 2, 3]
+        assert [(r["step"], r["phase"]) for r in rows(arm / "eval.jsonl")] == [(0, "before"), (4, "after")]
+        assert (arm / "checkpoints" / "step-000004").is_dir()
+        assert list((arm / "tb").iterdir())
+    assert (uninterrupted / "report.html").stat().st_size > 1000
+    assert RunConfig.load(uninterrupted / "config.yaml").train.steps == 4
+    run, control = rows(uninterrupted / "metrics.jsonl"), rows(uninterrupted / "control" / "metrics.jsonl")
+    for row in run:
+        assert 0 < row["tandem/senior_token_fraction"] < 1
+        assert row["train/logprob_diff"] < 1e-4, "the trainer and the engine hold the same weights"
+        assert row["opd/failed_samples"] == 0
+        assert 0 < row["opd/coverage"] <= 1
+    for row in control:
+        assert row["tandem/senior_token_fraction"] == 1
+        assert row["opd/teacher_kl"] is None
+        assert row["train/opd_loss"] == 0
+    before = [rows(a / "eval.jsonl")[0] for a in (uninterrupted, uninterrupted / "control")]
+    assert before[0]["eval/tandem_accuracy"] == before[1]["eval/tandem_accuracy"], "both start from the same weights"
+    assert servers_of(uninterrupted) == []
+
+
+@pytest.mark.parametrize(("arm", "after"), [("", 2), ("control", 1)])
+def test_a_killed_run_resumes_to_the_same_metrics(
+    trio, uninterrupted: Path, tmp_path: Path, arm: str, after: int
+) -> None:  # type: ignore[no-untyped-def]
+    config = settings(trio, tmp_path / "runs")
+    run = tmp_path / "runs" / "r"
+    process = start(config, tmp_path)
+    wait_for_steps(process, run / arm, after)
+    process.kill()
+    process.communicate()
+    finish(start(config, tmp_path, "--resume"))
+    for part in ("", "control"):
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            assert comparable(run / part / name) == comparable(uninterrupted / part / name), f"{part}/{name}"
+    deadline = time.monotonic() + 20
+    while servers_of(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert servers_of(run) == [], "the killed run's servers are gone too"
+
+
+def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    config = settings(trio, tmp_path / "runs", control=False)
+    run = tmp_path / "runs" / "r"
+    process = start(config, tmp_path)
+    for step in (1, 2):
+        wait_for_steps(process, run, step)
+        for pid in servers_of(run)[step - 1 :]:
+            os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "restarted the" in err
+    assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(trio, tmp_path: Path, number: int) -> None:  # type: ignore[no-untyped-def]
+    changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False}
+    run = tmp_path / "runs" / "r"
+    process = start(settings(trio, tmp_path / "runs", **changes), tmp_path)
+    wait_for_steps(process, run, 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "--resume" in err
+    steps = len(rows(run / "metrics.jsonl"))
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+    assert (run / "report.html").exists()
+    assert servers_of(run) == []
+
+
+def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from slime_tandem.local.batches import build_rows
+    from slime_tandem.local.policy import MegatronPolicy
+    from slime_tandem.local.rollouts import rollout
+    from slime_tandem.local.tasks import TaskSet
+    from slime_tandem.local.team import Team
+    from slime_tandem.local.trainer import Trainer
+
+    # A constant direction in the residual stream, and an end-of-turn row that likes it: short responses to start with.
+    model = AutoModelForCausalLM.from_pretrained(trio.senior)
+    tokenizer = AutoTokenizer.from_pretrained(trio.senior)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[:, 0] = 1.0
+        table[tokenizer.eos_token_id, 0] = 1.9
+    model.save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    cap = 16
+    config = RunConfig.from_mapping(
+        settings(trio, tmp_path / "runs")
+        | {
+            "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
+            "opd": {"enabled": False},
+            "tandem": {"prob_senior": 0.8},
+            "sampling": {"max_new_tokens": 24},
+            "optimizer": {"lr": 0.02},
+        }
+    )
+    tasks = TaskSet(config.tasks, config.seed)
+    lengths = []
+    policy = MegatronPolicy.from_hf(tmp_path / "short", config.optimizer, threads=1)
+    trainer = Trainer(config, policy, None)
+    with Team(config, tmp_path / "logs") as team:
+        for step in range(14):
+            scored, _ = rollout(team, tasks, tasks.train_prompts(step, 6), step, 8, tandem=True, score=False)
+            scored = [replace(s, reward=float(min(len(s.sample.response_ids), cap))) for s in scored]
+            lengths.append(sum(s.reward for s in scored) / len(scored))
+            rows, _ = build_rows(scored, config)
+            trainer.update(rows)
+            policy.save_hf(tmp_path / "weights")
+            team.send_weights(tmp_path / "weights", f"v{step}")
+    assert lengths[0] < cap / 2, lengths
+    assert sum(lengths[4:8]) > sum(lengths[:4]), lengths
+    assert max(lengths[-3:]) > 0.9 * cap, lengths
+
+
+def misuse(trio, tmp_path: Path, changes: dict[str, Any]) -> RunConfig:  # type: ignore[no-untyped-def]
+    return RunConfig.from_mapping(settings(trio, tmp_path / "runs", **changes))
+
+
+def test_a_junior_with_another_tokenizer_is_refused_before_any_server(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    models = {"senior": str(trio.senior), "junior": str(trio.teacher), "teacher": str(trio.teacher)}
+    with pytest.raises(TokenizerMismatchError, match=r"models\.junior"):
+        train(misuse(trio, tmp_path, {"models": models}))
+    assert not (tmp_path / "runs" / "r" / "logs").exists()
+
+
+@pytest.mark.parametrize("missing", ["everything", "weights"])
+def test_a_model_folder_that_lacks_something_is_refused(trio, tmp_path: Path, missing: str) -> None:  # type: ignore[no-untyped-def]
+    import shutil
+
+    folder = tmp_path / "model"
+    if missing == "weights":
+        shutil.copytree(trio.senior, folder)
+        (folder / "model.safetensors").unlink()
+    models = {"senior": str(folder), "junior": str(trio.junior), "teacher": str(trio.teacher)}
+    with pytest.raises(ModelError) as info:
+        train(misuse(trio, tmp_path, {"models": models}))
+    assert str(folder) in str(info.value)
+    assert "Remedy" in str(info.value)
+
+
+def test_an_existing_run_is_neither_continued_nor_deleted_unasked(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    config = misuse(trio, tmp_path, {})
+    (run / "config.yaml").write_text(config.to_yaml())
+    with pytest.raises(RunDirError, match="--resume"):
+        train(config)
+
+
+def test_overwrite_deletes_runs_only(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "thesis.txt").write_text("mine")
+    with pytest.raises(RunDirError, match="--overwrite"):
+        train(misuse(trio, tmp_path, {}), overwrite=True)
+    assert (run / "thesis.txt").exists()
+
+
+def test_resuming_with_other_settings_is_refused(trio, uninterrupted: Path) -> None:  # type: ignore[no-untyped-def]
+    tree = settings(trio, uninterrupted.parent)
+    tree["optimizer"] = {"lr": 0.5}
+    with pytest.raises(RunDirError, match=r"optimizer\.lr"):
+        train(RunConfig.from_mapping(tree), resume=True)

@@ -1,0 +1,145 @@
+"""The update on a real Megatron-core model: what carries gradient, what changes nothing, and that it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from slime_tandem.config import RunConfig
+from slime_tandem.local.batches import TrainRow
+from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.trainer import Trainer
+from slime_tandem.objective.logprobs import token_log_probs
+
+
+def config(*overrides: str) -> RunConfig:
+    return RunConfig.load(overrides=["optimizer.lr=0.01", "train.threads=1", *overrides])
+
+
+def policy(trio, cfg: RunConfig) -> MegatronPolicy:  # type: ignore[no-untyped-def]
+    return MegatronPolicy.from_hf(trio.senior, cfg.optimizer, threads=1)
+
+
+def rows_for(p: MegatronPolicy, weights: Sequence[Sequence[float]], opd: Sequence[Sequence[float]]) -> list[TrainRow]:
+    """On-policy rows: the behaviour log-probs are the policy's own."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, (w, o) in enumerate(zip(weights, opd, strict=True)):
+        R = len(w)
+        tokens = tuple(int(t) for t in rng.integers(3, 250, 5 + i + R))
+        with torch.no_grad():
+            old, _ = token_log_probs(p.response_logits([tokens], [R]), torch.tensor(tokens[-R:]))
+        rows.append(
+            TrainRow(
+                tokens,
+                i // 2,
+                (-1.0) ** i,
+                old.double().numpy(),
+                np.array(w),
+                np.array(o),
+                np.full(R, -2.0) * np.array(o),
+            )
+        )
+    return rows
+
+
+def gradient(trio, cfg: RunConfig, rows: Sequence[TrainRow]) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+    p = policy(trio, cfg)
+    captured: dict[str, torch.Tensor] = {}
+
+    def step() -> float:
+        captured.update({n: q.grad.clone() for n, q in p.model.named_parameters() if q.grad is not None})
+        return 0.0
+
+    p.step = step  # type: ignore[method-assign]
+    Trainer(cfg, p, None).update(rows)
+    return captured
+
+
+def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor] | None = None) -> float:
+    return max(float((g - (b[n] if b else 0)).abs().max()) for n, g in a.items())
+
+
+SENIOR_ONLY = [[1.0, 1.0, 1.0], [1.0, 1.0]]
+NONE = [[0.0, 0.0, 0.0], [0.0, 0.0]]
+
+
+def test_tokens_of_the_junior_carry_no_gradient(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config()
+    p = policy(trio, cfg)
+    mixed = [[1.0, 0.0, 1.0], [0.0, 1.0]]
+    rows = rows_for(p, mixed, NONE)
+    base = gradient(trio, cfg, rows)
+    assert largest(base) > 1e-4
+    # A junior token's behaviour log-prob, however wild, must not matter; a senior token's must.
+    wild = [replace(r, old_log_probs=np.where(r.weights > 0, r.old_log_probs, -40.0)) for r in rows]
+    assert largest(base, gradient(trio, cfg, wild)) == 0.0
+    off = [replace(r, old_log_probs=r.old_log_probs + 0.1 * (r.weights > 0)) for r in rows]
+    assert largest(base, gradient(trio, cfg, off)) > 1e-5
+    assert largest(gradient(trio, cfg, rows_for(p, NONE, NONE))) == 0.0
+
+
+def test_the_distillation_term_has_its_own_mask(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("objective.reward_coef=0")
+    p = policy(trio, cfg)
+    assert largest(gradient(trio, cfg, rows_for(p, SENIOR_ONLY, NONE))) == 0.0
+    assert largest(gradient(trio, cfg, rows_for(p, NONE, [[0.0, 1.0, 0.0], [0.0, 0.0]]))) > 1e-4
+
+
+def test_prompt_length_of_others_and_micro_batches_change_nothing(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config()
+    rows = rows_for(policy(trio, cfg), [*SENIOR_ONLY, *SENIOR_ONLY], [*SENIOR_ONLY, *SENIOR_ONLY])
+    whole = gradient(trio, cfg, rows)
+    one_by_one = gradient(trio, config("train.micro_batch_tokens=1"), rows)
+    assert largest(whole, one_by_one) < 1e-5 * max(1.0, largest(whole))
+    # A row with a long prompt and no weight pads all others in its micro-batch and must not change their gradient.
+    filler = replace(rows[0], tokens=tuple(range(3, 120)), weights=np.zeros(3), opd_mask=np.zeros(3))
+    assert largest(whole, gradient(trio, cfg, [*rows, filler])) < 1e-5 * max(1.0, largest(whole))
+
+
+def test_an_update_moves_probability_the_way_the_advantage_points(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false")
+    p = policy(trio, cfg)
+    rows = rows_for(p, SENIOR_ONLY, NONE)
+    metrics = Trainer(cfg, p, None).update(rows)
+    assert metrics["train/logprob_diff"] < 1e-5
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/clip_fraction"] == 0.0
+    for row in rows:
+        R = row.response_length
+        with torch.no_grad():
+            new, _ = token_log_probs(p.response_logits([row.tokens], [R]), torch.tensor(row.tokens[-R:]))
+        assert np.sign(new.numpy().sum() - row.old_log_probs.sum()) == np.sign(row.advantage)
+
+
+def test_distillation_pulls_the_student_towards_the_teacher(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("objective.reward_coef=0")
+    p = policy(trio, cfg)
+    (row,) = rows_for(p, [[1.0]], [[1.0]])
+    assert abs(row.old_log_probs[0] + 2.0) > 0.05
+    Trainer(cfg, p, None).update([row])
+    with torch.no_grad():
+        new, _ = token_log_probs(p.response_logits([row.tokens], [1]), torch.tensor(row.tokens[-1:]))
+    assert np.sign(float(new[0]) - row.old_log_probs[0]) == np.sign(-2.0 - row.old_log_probs[0])
+
+
+def test_kl_to_the_start_is_zero_there_and_grows(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", "objective.kl_coef=0.5")
+    p = policy(trio, cfg)
+    trainer = Trainer(cfg, p, MegatronPolicy.from_hf(trio.senior, None, threads=1))
+    rows = rows_for(p, SENIOR_ONLY, NONE)
+    assert trainer.update(rows)["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert trainer.update(rows)["train/kl_loss"] > 1e-6
+
+
+def test_several_updates_per_rollout_clip(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", "train.updates_per_step=2", "optimizer.lr=0.05")
+    p = policy(trio, cfg)
+    rows = rows_for(p, [*SENIOR_ONLY, *SENIOR_ONLY], [*NONE, *NONE])
+    metrics = Trainer(cfg, p, None).update(rows)
+    assert metrics["train/logprob_diff"] < 1e-5
+    assert p.steps == 2

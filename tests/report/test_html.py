@@ -1,0 +1,260 @@
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from slime_tandem.errors import RunDirError
+from slime_tandem.report import html
+from slime_tandem.report.curves import MAX_POINTS, curve
+from slime_tandem.report.html import transcript_groups, visible, write_report
+
+ATTACK = "</script><script>alert(1)</script>"
+ODD = (
+    ATTACK,
+    '"><img src=x onerror=alert(2)>',
+    "a\nb",
+    "",
+    "\x00\x07\x7f",
+    "\u202eevil",
+    "😀",
+    "\ud83d",
+    "日本",
+    "&lt;",
+    "\t",
+)
+MARKUP = {"style": "</style><script>alert(3)</script>"}
+
+
+def test_a_token_is_shown_as_text():
+    assert str(visible(ATTACK)) == "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert str(visible("&lt;")) == "&amp;lt;"
+    assert str(visible("")) == '<i class="c">∅</i>'
+    assert str(visible("\u202ex")) == '<i class="c">U+202E</i>x'
+    assert str(visible("\x00")) == '<i class="c">\u2400</i>'
+    assert str(visible("\ud83d")) == '<i class="c">U+D83D</i>'
+    assert str(visible("é😀")) == "é😀"
+
+
+def test_a_curve_by_hand():
+    rows = [{"step": s, "rollout/accuracy": v} for s, v in ((0, 0.0), (1, None), (2, 0.5), (3, 1.0))]
+    drawn = curve("rollout/accuracy", "Accuracy", [("tandem", "run", rows), ("solo", "control", [])])
+    assert drawn is not None
+    assert [s.label for s in drawn.series] == ["tandem"]
+    # The box runs from (38, 146) to (310, 8); the line breaks where a value is missing.
+    assert drawn.series[0].lines == ("219.3,77.0 310.0,8.0",)
+    assert drawn.series[0].end == (310.0, 8.0)
+    assert [t.label for t in drawn.y_ticks] == ["0", "0.5", "1"]
+    assert drawn.aria == "Accuracy in fraction. tandem: 0 at step 0, 1 at step 3"
+
+
+def test_a_metric_without_any_value_has_no_curve():
+    assert curve("opd/teacher_kl", "KL", [("solo", "run", [{"step": 0, "opd/teacher_kl": None}])]) is None
+
+
+def test_a_long_run_is_drawn_as_means():
+    rows = [{"step": s, "train/lr": float(s % 2)} for s in range(4 * MAX_POINTS)]
+    drawn = curve("train/lr", "lr", [("run", "run", rows)])
+    assert drawn is not None
+    assert drawn.stretch == 4
+    (series,) = json.loads(drawn.points)
+    assert len(series["xy"]) == MAX_POINTS
+    assert {y for _, y, _, _ in series["xy"]} == {0.5}
+
+
+def test_one_point_is_a_dot():
+    drawn = curve("train/lr", "lr", [("run", "run", [{"step": 0, "train/lr": 0.1}])])
+    assert drawn is not None
+    assert drawn.series[0].lines == ()
+    assert drawn.series[0].end[0] == 38.0
+
+
+def test_transcripts_are_the_first_and_last_step_in_pairs(make_run):
+    run_dir = make_run(steps=4, control=False)
+    held_out, training = transcript_groups([("run", "tandem", run_dir)])
+    assert held_out.steps == (0, 4)
+    assert [(t.step, t.column, t.prompt) for t in held_out.transcripts] == [
+        (0, 1, "4 + 3 ="),
+        (4, 2, "4 + 3 ="),
+        (0, 1, "other"),
+        (4, 2, "other"),
+    ]
+    assert training.steps == (0, 3)
+    assert [t.right for t in training.transcripts] == [True, True, False, False]
+
+
+def test_the_report_is_bounded(make_run, monkeypatch):
+    monkeypatch.setattr(html, "MAX_TOKENS", 10)
+    monkeypatch.setattr(html, "MAX_TRANSCRIPTS", 4)
+    run_dir = make_run(steps=3, texts=tuple(f" {i}" for i in range(25)))
+    groups = transcript_groups([("run", "tandem", run_dir), ("control", "solo", run_dir / "control")])
+    assert sum(len(g.transcripts) for g in groups) == 0 or all(len(g.transcripts) <= 2 for g in groups)
+    monkeypatch.setattr(html, "MAX_TRANSCRIPTS", 8)
+    groups = transcript_groups([("run", "tandem", run_dir), ("control", "solo", run_dir / "control")])
+    assert [len(g.transcripts) for g in groups] == [2, 2, 2, 2]
+    shown = groups[0].transcripts[0]
+    assert (len(shown.tokens), shown.skipped, len(shown.tail), shown.n_tokens) == (8, 15, 2, 25)
+    assert str(shown.tail[-1].text) == " 24"
+
+
+def test_why_a_token_has_no_teacher_value(make_run):
+    run_dir = make_run(steps=2, control=False)
+    first = transcript_groups([("run", "tandem", run_dir)])[0].transcripts[0]
+    assert [t.teacher for t in first.tokens] == [None, "-1.000"]
+    assert first.why.startswith("not aligned")
+
+
+def test_the_page_loads_nothing(make_run):
+    page = write_report(make_run(texts=ODD)).read_text(encoding="utf-8")
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "default-src 'none'" in page
+    assert page.count("<script") == 1
+    assert "<img" not in page
+
+
+def test_every_svg_is_well_formed_and_named(make_run):
+    page = write_report(make_run()).read_text(encoding="utf-8")
+    plots = ["<svg" + part.split("</svg>")[0] + "</svg>" for part in page.split('<svg viewBox="')[1:]]
+    assert len(plots) == 4  # reward, teacher KL, senior fraction, step time
+    for plot in plots:
+        root = ET.fromstring(plot.replace("<svg", '<svg viewBox="', 1))
+        assert root.get("role") == "img"
+        assert "solo control" in root.get("aria-label", "")
+
+
+def test_the_command(make_run, tmp_path):
+    run_dir = make_run(steps=1)
+    command = [sys.executable, "-m", "slime_tandem.report.html"]
+    done = subprocess.run([*command, str(run_dir)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(run_dir / "report.html")
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    assert "Remedy" in failed.stderr
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 2
+
+
+def test_no_report_of_something_else(tmp_path):
+    with pytest.raises(RunDirError):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+WIDE = "[document.documentElement.scrollWidth, innerWidth]"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_no_script_error_and_no_sideways_scrolling(make_run, browser, width, dark):
+    long = (*ODD, "x" * 300, " https://" + "y" * 200)
+    path = write_report(make_run(texts=long))
+
+    async def use(page):
+        inner = await page.run(WIDE)
+        for name in ("group", "answer", "shade"):
+            count = await page.run(f"document.querySelectorAll('input[name={name}]').length")
+            for i in range(count):
+                await page.run(f"document.querySelectorAll('input[name={name}]')[{i}].click()")
+                inner += await page.run(WIDE)
+        await page.run("document.querySelector('details').open = true")
+        inner += await page.run(WIDE)
+        background = await page.run("getComputedStyle(document.body).backgroundColor")
+        return inner, background, page.problems, page.requests
+
+    inner, background, problems, requests = browser.visit(path, use, width=width, dark=dark)
+    assert set(inner) == {width}
+    assert problems == []
+    assert [url for url in requests if not url.startswith("data:")] == [path.resolve().as_uri()]
+    assert (background == "rgb(17, 20, 23)") == dark
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_without_control_in_the_browser(make_run, browser, finished):
+    path = write_report(make_run(steps=1, control=False, finished=finished))
+
+    async def use(page):
+        return await page.run(WIDE), await page.run("document.querySelector('.verdict').innerText"), page.problems
+
+    inner, verdict, problems = browser.visit(path, use, width=390)
+    assert inner == [390, 390]
+    assert ("Not known" in verdict) is not finished
+    assert problems == []
+
+
+def test_what_a_model_wrote_is_text_in_the_browser(make_run, browser):
+    path = write_report(make_run(texts=ODD))
+
+    async def use(page):
+        shown = await page.run("[...document.querySelector('.resp').querySelectorAll('.k')].map(k => k.textContent)")
+        return shown, await page.run("document.scripts.length"), await page.run("document.images.length"), page.problems
+
+    shown, scripts, images, problems = browser.visit(path, use, width=1280)
+    assert shown == [
+        ATTACK, ODD[1], "a↵\nb", "∅", "\u2400\u2407U+007F", "U+202Eevil", "😀", "U+D83D", "日本", "&lt;", "⇥\t"
+    ]  # fmt: skip
+    assert (scripts, images, problems) == (1, 0, [])
+
+
+def test_the_policy_stops_a_script_that_got_through(make_run, browser, tmp_path):
+    page_text = write_report(make_run()).read_text(encoding="utf-8")
+    broken = tmp_path / "broken.html"
+    broken.write_text(page_text.replace("<footer>", "<script>window.broken = 1</script><footer>"), encoding="utf-8")
+
+    async def use(page):
+        return await page.run("window.broken"), page.problems
+
+    value, problems = browser.visit(broken, use, width=1280)
+    assert value is None
+    assert any("Content Security Policy" in p for p in problems)
+
+
+def test_the_teachers_signal_by_pointer_key_and_filter(make_run, browser):
+    path = write_report(make_run(texts=("A", " b", " C", " d")))
+
+    async def use(page):
+        tip = "document.getElementById('tip').hidden ? null : document.getElementById('tip').innerText"
+        got = {}
+        token = "document.querySelectorAll('.resp .k')[{}]"
+        # A finger's tap ends in a click on the token.
+        await page.run(token.format(2) + ".click()")
+        got["tap"] = await page.run(tip)
+        await page.run("document.querySelector('h1').click()")
+        got["elsewhere"] = await page.run(tip)
+        await page.run(token.format(1) + ".dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
+        got["pointer"] = await page.run(tip)
+        await page.press("Escape")
+        got["escape"] = await page.run(tip)
+        # Real Tab presses until a response has the focus.
+        for _ in range(60):
+            await page.press("Tab")
+            if await page.run("document.activeElement.classList.contains('resp')"):
+                break
+        await page.press("Home")
+        got["home"] = await page.run(tip)
+        await page.press("End")
+        got["end"] = await page.run("document.querySelector('.resp .on').textContent")
+        await page.run("document.querySelector('input[name=answer][value=wrong]').click()")
+        shown = "[...document.querySelectorAll('.group:not([hidden]) article:not([hidden])')].map(a => a.dataset.right)"
+        got["wrong"] = await page.run(shown)
+        await page.run("document.querySelector('.plot').focus()")
+        await page.press("Home")
+        got["plot"] = await page.run(tip)
+        return got, page.problems
+
+    got, problems = browser.visit(path, use, width=1280)
+    assert problems == []
+    # Token 2 is the junior's, without a twin... tokens 0 and 3 have no teacher value, 1 and 2 have -1 nat against -0.5.
+    assert "junior" in got["home"]
+    assert "not aligned: no teacher token covers exactly these bytes" in got["home"]
+    assert "senior" in got["pointer"]
+    assert "+0.50 nats" in got["pointer"]
+    assert "pushes this token down" in got["pointer"]
+    assert "not distilled" in got["tap"]
+    assert got["elsewhere"] is None
+    assert got["escape"] is None
+    assert got["end"] == " d"
+    assert got["wrong"] == ["wrong"]
+    assert "step 0" in got["plot"]
+    assert "0.25" in got["plot"]

@@ -1,0 +1,140 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from slime_tandem.errors import RunDirError
+from slime_tandem.report.console import TrainProgress, final_table
+from slime_tandem.report.metrics import row_keys
+from slime_tandem.report.summary import difference_interval, summarise, write_summary
+
+
+def test_a_finished_run_by_hand(make_run):
+    s = summarise(make_run(steps=4))
+    assert s["complete"] is True
+    assert s["run"]["label"] == "tandem + teacher"
+    assert s["run"]["before"]["eval/tandem_accuracy"] == 0.25
+    assert s["run"]["after"]["eval/tandem_accuracy"] == 0.55
+    assert s["run"]["after"]["eval/handoff_retention"] is None
+    # Rollouts took 1, 2, 3, 4 s; whole steps 4, 5, 6, 7 s: 5.5 - (2.5 + 0.5 + 2 + 0.25) = 0.25 s are left.
+    assert s["run"]["seconds"] == {
+        "rollout": 2.5, "scoring": 0.5, "training": 2.0, "sync": 0.25, "other": 0.25, "step": 5.5
+    }  # fmt: skip
+    assert s["run"]["retries"] == 4
+    assert s["control"] is not None
+    assert s["control"]["after"]["eval/tandem_accuracy"] == 0.35
+    # n = 100: p = 26/102, q = 56/102, both plus one of two; half width 1.96 * sqrt((.18993 + .24760) / 102).
+    assert s["verdict"]["low"] == pytest.approx(0.16580, abs=1e-5)
+    assert s["verdict"]["high"] == pytest.approx(0.42243, abs=1e-5)
+    assert s["verdict"]["learned"] is True
+    assert s["verdict"]["text"].startswith(
+        "Yes: tandem accuracy on 100 held-out prompts rose from 0.250 to 0.550 (+0.300"
+    )
+
+
+def test_a_run_killed_in_the_middle(make_run):
+    run_dir = make_run(steps=4, control=False, finished=False)
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])
+    s = summarise(run_dir)
+    assert s["complete"] is False
+    assert s["run"]["steps"] == 3
+    assert s["run"]["after"] is None
+    assert s["control"] is None
+    assert s["verdict"]["learned"] is None
+    assert s["verdict"]["text"] == "Not known: 3 of 4 steps done, no evaluation after training."
+
+
+def test_a_run_killed_before_its_first_step(make_run):
+    run_dir = make_run(steps=4, control=False, finished=False)
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "eval.jsonl").unlink()
+    s = summarise(run_dir)
+    assert s["run"]["steps"] == 0
+    assert s["run"]["seconds"]["step"] is None
+    assert "no evaluation before" in s["verdict"]["text"]
+
+
+def test_an_after_that_later_steps_follow_does_not_count(make_run):
+    run_dir = make_run(steps=4, control=False)
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**last, "step": 5}) + "\n")
+    assert summarise(run_dir)["run"]["after"] is None
+
+
+@pytest.mark.parametrize("name", [".", "nowhere", "demo/metrics.jsonl"])
+def test_a_folder_that_is_no_run(make_run, name):
+    folder = make_run(steps=1).parent
+    with pytest.raises(RunDirError, match="expected a folder that `slime-tandem train` wrote"):
+        summarise(folder / name)
+
+
+def test_summary_json_is_the_summary(make_run):
+    run_dir = make_run(steps=2)
+    assert (
+        json.loads((run_dir / "summary.json").read_text()) == write_summary(run_dir) if write_summary(run_dir) else None
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.0), (1.0, 1.0), (0.4, 0.4)])
+def test_no_change_is_never_shown_as_learning(before, after):
+    low, high = difference_interval(before, after, 50)
+    assert low < 0 < high
+    assert low == pytest.approx(-high)
+
+
+def lines_of(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_final_table_fits_80_columns_and_shows_both_runs(make_run):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(final_table(summarise(make_run())))
+    lines = lines_of(console)
+    assert max(map(len, lines)) <= 80
+    (tandem,) = (line for line in lines if "tandem accuracy  " in line)
+    assert "0.250 → 0.550" in tandem
+    assert "0.250 → 0.350" in tandem
+    (retention,) = (line for line in lines if "handoff retention" in line)
+    assert "– → –" in retention
+    (scoring,) = (line for line in lines if "scoring" in line)
+    assert "0.50" in scoring
+
+
+def test_the_final_table_of_a_killed_run(make_run):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(final_table(summarise(make_run(control=False, finished=False))))
+    assert "0.250 → –" in "\n".join(lines_of(console))
+    assert "Not known" in "\n".join(lines_of(console))
+
+
+ROW = {
+    **dict.fromkeys(row_keys("step")),
+    "rollout/reward_mean": 0.4126,
+    "tandem/senior_token_fraction": 0.5,
+    "time/step_s": 2.04,
+}
+
+
+def test_progress_in_a_log_is_one_plain_line_per_step():
+    console = Console(file=io.StringIO(), width=40)
+    with TrainProgress(12, done=3, console=console) as progress:
+        progress.update(ROW)
+        progress.update(ROW)
+    assert lines_of(console) == [
+        "train 4/12  reward 0.413  senior 0.50  KL –  2.0 s/step",
+        "train 5/12  reward 0.413  senior 0.50  KL –  2.0 s/step",
+    ]
+
+
+def test_progress_in_a_terminal_is_a_bar():
+    console = Console(file=io.StringIO(), width=110, force_terminal=True)
+    with TrainProgress(2, label="control", console=console) as progress:
+        progress.update(ROW)
+    text = "\n".join(lines_of(console))
+    assert "control" in text
+    assert "1/2" in text
+    assert "reward 0.413  senior 0.50  KL –  2.0 s/step" in text
