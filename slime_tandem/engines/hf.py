@@ -64,7 +64,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds; each means "this folder does not load"
+    except Exception as error:
         reason = " ".join(str(error).split())[:400]
         raise ModelError(
             explain(
@@ -74,7 +74,9 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
                 "check config.json and the weight files",
             )
         ) from error
-    wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+    wrong = {
+        key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]
+    }
     if wrong:
         first = "; ".join(f"{key.split('_')[0]}: {names[0]} ({len(names)})" for key, names in wrong.items())
         raise ModelError(
@@ -95,7 +97,7 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
     quiet_transformers()
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - as in load_model
+    except Exception as error:
         reason = " ".join(str(error).split())[:400]
         raise ModelError(
             explain(

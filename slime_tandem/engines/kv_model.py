@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from slime_tandem.errors import ModelError, explain
 from slime_tandem.types import IntArray
@@ -62,7 +62,7 @@ def _attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(tandem_step, _Probe):
         tandem_step.layers[layer] = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     step = tandem_step
     assert step is not None
@@ -73,17 +73,15 @@ def _attend(
     layers[2 * layer].index_copy_(0, step.write, key[0].transpose(0, 1).reshape(T * K, D))
     layers[2 * layer + 1].index_copy_(0, step.write, value[0].transpose(0, 1).reshape(T * K, D))
     keys, values = step.memory[2 * layer, :, :, : step.width], step.memory[2 * layer + 1, :, :, : step.width]
-    if isinstance(step.rows, slice):
-        keys, values = keys[step.rows], values[step.rows]
-    else:
-        keys, values = keys.index_select(0, step.rows), values.index_select(0, step.rows)
+    # Indexing, not index_select, which would first make a contiguous copy of all rows.
+    keys, values = keys[step.rows], values[step.rows]
     q = query[0].transpose(0, 1)
     if step.pad is not None:
         q = q.index_select(0, step.pad)
     Q = q.shape[0] // m
     # The G query heads that share a key/value head attend as G * Q queries, so nothing is repeated in memory.
     q = q.reshape(m, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(m, K, G * Q, D)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=step.mask, scale=scaling)
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=step.mask, scale=scaling)
     out = out.view(m, K, G, Q, D).permute(0, 3, 1, 2, 4).reshape(m * Q, H, D)
     if step.unpad is not None:
         out = out.index_select(0, step.unpad)
@@ -141,7 +139,7 @@ class KVModel:
                 self._reference = self._plain_log_probs(model, ids)
                 model.set_attn_implementation(ATTENTION)
                 model(input_ids=ids, position_ids=torch.arange(8).unsqueeze(0), use_cache=False, tandem_step=probe)
-            except Exception as error:  # noqa: BLE001 - any failure here means the architecture does not fit
+            except Exception as error:
                 raise ModelError(
                     explain(
                         "config.model_type",
@@ -156,7 +154,7 @@ class KVModel:
                 explain(
                     "config.model_type",
                     config.model_type,
-                    f"attention layers 0..{config.num_hidden_layers - 1} with equal key/value heads, got {sorted(map(str, shapes))}",
+                    f"attention layers 0..{config.num_hidden_layers - 1} with equal heads, got {sorted(map(str, shapes))}",
                     "serve this model with SGLang",
                 )
             )
@@ -253,12 +251,14 @@ class KVModel:
     def store(self, rows: IntArray, positions: IntArray, locations: IntArray) -> None:
         """Copy (row, position) pairs [n] of the slots to pool `locations` [n]."""
         part = self.slots.view(2 * self.layers, -1, self.head_dim).index_select(1, self._flat(rows, positions))
-        self.pool.index_copy_(1, torch.from_numpy(locations), part.unflatten(1, (-1, self.kv_heads)))
+        self.pool.index_copy_(
+            1, torch.from_numpy(locations), part.view(2 * self.layers, -1, self.kv_heads, self.head_dim)
+        )
 
     def copy_rows(self, source: IntArray, target: IntArray, width: int) -> None:
         """Copy the first `width` positions of rows `source` over rows `target`."""
-        part = self.slots[:, :, :, :width].index_select(1, torch.from_numpy(source))
-        self.slots[:, :, :, :width].index_copy_(1, torch.from_numpy(target), part)
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            self.slots[:, b, :, :width] = self.slots[:, a, :, :width]
 
     @torch.inference_mode()
     def forward(
@@ -266,12 +266,13 @@ class KVModel:
     ) -> torch.Tensor:
         """Feed new tokens and return logits [len(keep), V] float32.
 
-        `rows`, `starts`, `lengths` [m]: each sequence's slot row, the position of its first new token, its number of new tokens.
+        `rows`, `starts`, `lengths` [m]: each sequence's slot row, the position of its first new token, and
+        how many new tokens it has.
         `ids` [T] is their concatenation. `keep` are the flat tokens whose logits are wanted (None: all of them).
         """
         m, T = len(rows), len(ids)
         width = int((starts + lengths).max())
-        if T == m:
+        if m == T:
             owner, offset, Q = np.arange(m), np.zeros(m, np.int64), 1
             positions = starts
         else:

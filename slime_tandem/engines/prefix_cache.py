@@ -15,10 +15,11 @@ from slime_tandem.types import IntArray
 
 
 class _Node:
-    __slots__ = ("children", "ids", "last_used", "locations", "parent")
+    __slots__ = ("children", "ids", "last_used", "locations", "parent", "raw")
 
     def __init__(self, ids: IntArray, locations: IntArray, parent: _Node | None, last_used: int) -> None:
         self.ids = ids
+        self.raw = ids.tobytes()  # compared as bytes: one memcmp per node
         self.locations = locations
         self.parent = parent
         self.last_used = last_used
@@ -74,27 +75,30 @@ class PrefixCache:
     def _walk(self, ids: IntArray) -> tuple[_Node, list[IntArray]]:
         """The deepest node whose path is a prefix of `ids` (split so that it ends there) and the locations on the way."""
         node, done, found = self._root, 0, list[IntArray]()
+        ids = np.ascontiguousarray(ids, dtype=np.int64)
+        raw = ids.tobytes()
         while done < len(ids):
             child = node.children.get(int(ids[done]))
             if child is None:
                 break
-            span = min(len(child.ids), len(ids) - done)
-            same = child.ids[:span] == ids[done : done + span]
-            length = span if same.all() else int(same.argmin())
-            if length < len(child.ids):
-                child = self._split(child, length)
+            if not raw.startswith(child.raw, 8 * done):
+                span = min(len(child.ids), len(ids) - done)
+                same = child.ids[:span] == ids[done : done + span]
+                child = self._split(child, span if same.all() else int(same.argmin()))
             child.last_used = self._epoch
             found.append(child.locations)
-            node, done = child, done + length
+            node, done = child, done + len(child.ids)
         return node, found
 
     @staticmethod
     def _split(child: _Node, length: int) -> _Node:
         parent = child.parent
-        assert parent is not None and 0 < length < len(child.ids)
+        assert parent is not None
+        assert 0 < length < len(child.ids)
         upper = _Node(child.ids[:length], child.locations[:length], parent, child.last_used)
         parent.children[int(upper.ids[0])] = upper
         child.ids, child.locations, child.parent = child.ids[length:], child.locations[length:], upper
+        child.raw = child.ids.tobytes()
         upper.children[int(child.ids[0])] = child
         return upper
 

@@ -139,6 +139,7 @@ class Runner:
         self._rows: list[_Running] = []
         self._prefilling: list[_Running] = []
         self._finished: list[tuple[Job, Output]] = []
+        self._admitting: list[Job] = []
         self._allocate_state()
 
     def _allocate_state(self) -> None:
@@ -197,7 +198,7 @@ class Runner:
         return self._take_finished()
 
     def step(self) -> list[tuple[Job, Output]]:
-        """Do one prefill or decode step; returns the jobs that ended in it."""
+        """Do one prefill or decode step; returns the jobs that ended in it. A fault fails every sequence in the slots."""
         try:
             self._admit()
             if self._prefilling:
@@ -205,24 +206,29 @@ class Runner:
             elif self._rows:
                 self._decode()
         except Exception as error:  # noqa: BLE001 - a fault of one step must not end the server
-            self._fail(list(self._rows), f"{type(error).__name__}: {error}")
+            self._fail_all(f"{type(error).__name__}: {error}")
         return self._take_finished()
 
     def _take_finished(self) -> list[tuple[Job, Output]]:
         finished, self._finished = self._finished, []
         return finished
 
-    def _fail(self, runs: list[_Running], message: str) -> None:
-        for run in runs:
-            self._finished.append((run.job, Output(error=message)))
-        self._remove(runs)
+    def _fail_all(self, message: str) -> None:
+        answered = {id(job) for job, _ in self._finished}
+        lost = self._admitting + [run.job for run in self._rows]
+        self._admitting, self._rows, self._prefilling = [], [], []
+        self.cache.flush()  # places may have been promised that were never filled
+        for job in lost:
+            if id(job) not in answered:
+                answered.add(id(job))
+                self._finished.append((job, Output(error=message)))
 
     # Admission
 
     def _admit(self) -> None:
         """Move waiting jobs into slot rows while they fit, and copy what the pool knows of their prompts."""
         width = max((int(self._limit[run.row]) for run in self._rows), default=0)
-        new: list[Job] = []
+        new = self._admitting
         while self._waiting:
             job = self._waiting[0]
             wider = max(width, len(job.input_ids) + job.max_new_tokens)
@@ -269,14 +275,13 @@ class Runner:
             self._special[row] = run.watches_text or run.wants_candidates
         if any(map(len, locations)):
             self.kv.load(np.concatenate(rows), np.concatenate(positions), np.concatenate(locations))
+        self._admitting = []
 
     # Steps
 
     def _prefill(self) -> None:
         chunk, spans = self._choose_chunk()
-        ids = np.concatenate(
-            [run.job.input_ids[a:b] for run, (a, b) in zip(chunk, spans, strict=True)]
-        )
+        ids = np.concatenate([run.job.input_ids[a:b] for run, (a, b) in zip(chunk, spans, strict=True)])
         keep, scored, targets, last = list[int](), list[int](), list[int](), list[int]()
         owners, completed = list[_Running](), list[_Running]()
         flat = 0
@@ -315,9 +320,7 @@ class Runner:
             wanted = max(0, b - max(a, run.job.logprob_start)) + 1
             longer, deeper = max(longest, b - a), max(deepest, b)
             padded = (len(chunk) + 1) * longer
-            if chunk and (
-                padded > _PREFILL_TOKENS or padded * deeper > _MASK_ELEMENTS or wanted > logit_rows
-            ):
+            if chunk and (padded > _PREFILL_TOKENS or padded * deeper > _MASK_ELEMENTS or wanted > logit_rows):
                 break
             logit_rows -= wanted
             chunk.append(run)
@@ -402,14 +405,10 @@ class Runner:
             else:
                 self._finish(run, "stop", matched=run.output.matched)
         if leaving:
-            self._remember(
-                [(run, int(self._length[run.row]) - 1) for run in leaving if run.job.max_new_tokens > 0]
-            )
+            self._remember([(run, int(self._length[run.row]) - 1) for run in leaving if run.output.output_ids])
             self._remove(leaving)
 
-    def _special_rows(
-        self, rows: IntArray, special: IntArray, log_probs: torch.Tensor, ended: BoolArray
-    ) -> BoolArray:
+    def _special_rows(self, rows: IntArray, special: IntArray, log_probs: torch.Tensor, ended: BoolArray) -> BoolArray:
         """Record candidates and look for stop texts in the rows that want them; returns which rows a text ends."""
         runs = [self._rows[rows[i]] for i in special.tolist()]
         asking = [i for i, run in zip(special.tolist(), runs, strict=True) if run.wants_candidates]
@@ -450,7 +449,11 @@ class Runner:
     # Ends
 
     def _finish(
-        self, run: _Running, finish: Literal["stop", "length", "abort"], *, matched: int | str | None = None,
+        self,
+        run: _Running,
+        finish: Literal["stop", "length", "abort"],
+        *,
+        matched: int | str | None = None,
         message: str | None = None,
     ) -> None:
         out, start, end = run.output, len(run.job.input_ids), int(self._length[run.row])
@@ -499,7 +502,7 @@ class Runner:
                 self._length, self._limit, self._temperature, self._top_k, self._top_p, self._seed, self._stop,
                 self._special, self._ids, self._log_probs,
             ):  # fmt: skip
-                state[target] = state[source]  # type: ignore[index]
+                state[target] = state[source]
             for run, row in zip(movers, holes, strict=True):
                 run.row = row
                 self._rows[row] = run

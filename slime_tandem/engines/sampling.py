@@ -94,9 +94,7 @@ def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, tor
     cut: BoolArray = ((rows.top_k > 0) & (rows.top_k < logits.shape[-1])) | (rows.top_p < 1.0)
     if cut.any():
         index = torch.from_numpy(cut.nonzero()[0])
-        narrowed = truncate(
-            probs[index].double(), torch.from_numpy(rows.top_k[cut]), torch.from_numpy(rows.top_p[cut])
-        )
+        narrowed = truncate(probs[index].double(), torch.from_numpy(rows.top_k[cut]), torch.from_numpy(rows.top_p[cut]))
         probs = probs.double().index_copy_(0, index, narrowed)
     cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cdf[:, -1:]

@@ -204,8 +204,12 @@ class SynchronousTorchDistSave(TorchDistSaveShardedStrategy):  # type: ignore[mi
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors to `__0_0.distcp` and their index to `.metadata`, both fsynced."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        torch_dist_save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        with warnings.catch_warnings():
+            # `no_dist`: with collectives torch pickles an error on its way to rank 0, which loses the OSError behind it.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            torch_dist_save(
+                mcore_to_pyt_state_dict(by_key, False),
+                storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                no_dist=True,
+            )

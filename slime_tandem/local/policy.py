@@ -369,18 +369,23 @@ def _replacing(target: Path) -> Iterator[Path]:
 
 
 def _unwritable(target: Path, error: BaseException) -> CheckpointError:
-    text = _reason(error)
-    if os.strerror(errno.ENOSPC) in str(error):
-        free = shutil.disk_usage(target.parent).free
-        return CheckpointError(
-            explain(
-                str(target),
-                text,
-                f"room on the disk ({free} bytes are free)",
-                "free some space, then run again to resume",
-            )
-        )
-    return CheckpointError(explain(str(target), text, "a folder that can be written", "check its parent folder"))
+    for link in _chain(error):
+        if os.strerror(errno.ENOSPC) in str(link):
+            remedy = "free some space, then run again to resume"
+            return CheckpointError(explain(str(target), _reason(link), "room on the disk", remedy))
+    return CheckpointError(
+        explain(str(target), _reason(error), "a folder that can be written", "check its parent folder")
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it: torch's zip writer hides a full disk behind an error of its own."""
+    while error is not None:
+        yield error
+        if isinstance(error, TorchCheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        else:
+            error = error.__cause__ or error.__context__
 
 
 def _fsync(path: Path) -> None:
@@ -397,7 +402,7 @@ def _sha256(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, TorchCheckpointException):  # a BaseException that wraps one (exception, stack) per rank
+    if isinstance(error, TorchCheckpointException):  # it wraps one (exception, stack) per rank; here there is one rank
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

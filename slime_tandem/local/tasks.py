@@ -172,7 +172,7 @@ class _ReasoningGym:
         return _guarded(lambda text: self._scorer.score_answer(text, entry), answer, prompt.label)
 
     def _prompt(self, entry: dict[str, Any]) -> Prompt:
-        messages = (Message("user", f"{entry['question']}\n{INSTRUCTION}"),)
+        messages = (Message("user", f"{INSTRUCTION}\n{entry['question']}"),)
         label = None if entry["answer"] is None else str(entry["answer"])
         return _make_prompt(self._spec.family, messages, label, {"spec": self._index, "entry": entry})
 

@@ -19,5 +19,5 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = log_p.gather(-1, tokens[:, None]).squeeze(-1)
     with torch.no_grad():
-        entropy = -(log_p.exp() * log_p).sum(-1)
+        entropy = torch.special.entr(log_p.exp()).sum(-1)  # 0 for impossible tokens, where p log p is 0 * -inf
     return chosen, entropy

@@ -11,10 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.report.metrics import Row
-from slime_tandem.report.summary import RunPart, Summary
-
-DASH = "–"
-"""Shown where a run has no such value."""
+from slime_tandem.report.summary import DASH, RunPart, Summary
 
 
 class TrainProgress:

@@ -63,7 +63,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     """
     raw = (high - low) / max(1, count - 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(s - raw))
+    step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / raw)))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(i * step, 12) + 0.0 for i in range(first, last + 1)]
 
@@ -116,7 +116,7 @@ def curve(name: str, title: str, runs: Sequence[tuple[str, str, Sequence[Mapping
         metric.unit,
         {"up": "higher is better", "down": "lower is better", "none": ""}[metric.direction],
         tuple(Tick(at_x(x), f"{x:g}") for x in nice_ticks(x_low, x_high, 5) if x == int(x)),
-        tuple(Tick(at_y(y), short(y)) for y in nice_ticks(low, high, 4)),
+        tuple(Tick(at_y(y), short(y)) for y in nice_ticks(low, high, 5)),
         tuple(series),
         json.dumps(_rounded(read_out), separators=(",", ":")),
         f"{title} in {metric.unit}. " + "; ".join(words),

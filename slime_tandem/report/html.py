@@ -21,10 +21,9 @@ from markupsafe import Markup, escape
 
 from slime_tandem import __version__
 from slime_tandem.errors import TandemError
-from slime_tandem.report.console import DASH
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
-from slime_tandem.report.summary import RunPart, Summary, load_config, load_files, summarise
+from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, summarise
 from slime_tandem.report.writer import disk_errors, read_rows
 from slime_tandem.types import SENIOR
 

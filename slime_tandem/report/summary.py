@@ -17,6 +17,8 @@ from slime_tandem.errors import RunDirError, explain
 from slime_tandem.report.metrics import Row, row_keys
 from slime_tandem.report.writer import disk_errors, read_rows
 
+DASH = "–"
+"""Shown where a run has no such value."""
 Z95 = 1.959963984540054
 """Two-sided 95% quantile of the standard normal."""
 
@@ -106,12 +108,13 @@ def run_label(config: RunConfig) -> str:
 
 
 def difference_interval(before: float, after: float, n: int) -> tuple[float, float]:
-    """95% interval of `after - before`, two shares of `n` prompts each (Agresti and Caffo 2000: one success and one failure
-    added to each side, which keeps it honest at shares of 0 and 1).
+    """95% interval of `after - before`, two shares of `n` prompts each.
+
+    Agresti and Caffo (2000): one success and one failure added to each side, which keeps it honest at shares of 0 and 1.
 
     >>> low, high = difference_interval(0.5, 0.75, 100)
     >>> round(low, 3), round(high, 3)
-    (0.114, 0.376)
+    (0.116, 0.374)
     """
     p, q = ((share * n + 1) / (n + 2) for share in (before, after))
     half = Z95 * math.sqrt((p * (1 - p) + q * (1 - q)) / (n + 2))

@@ -8,22 +8,25 @@ loses at most the line it was writing; a resumed run first drops what it is goin
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import RunDirError, explain
+from slime_tandem.errors import DataError, RunDirError, explain
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
@@ -161,7 +164,7 @@ class RunWriter:
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
         self._seen = {(row["step"], row["phase"]) for row in read_rows(self._evals)}
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, FileIO] = {}
         self._events = _EventFile(run_dir / "tb", purge_from=resume_step)
 
     def write_config(self, config: RunConfig) -> None:
@@ -201,7 +204,12 @@ class RunWriter:
         self._events.scalars(step, row)
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
-        """Append the transcripts of a step. Those of an evaluation replace the ones of the same step."""
+        """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.
+
+        Raises DataError for a log-prob or reward that is not finite, RunDirError.
+        """
+        for t in transcripts:
+            _check_finite(t)
         if phase == "eval":
             _keep_rows(self._transcripts, lambda old: (old["step"], old["phase"]) != (step, phase), self._files)
         self._append(self._transcripts, [{"step": step, "phase": phase, **_as_json(t)} for t in transcripts])
@@ -222,13 +230,17 @@ class RunWriter:
     def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         with disk_errors(path):
             if path not in self._files:
-                self._files[path] = path.open("ab")
+                self._files[path] = path.open("ab", buffering=0)
             file = self._files[path]
-            for row in rows:
-                # allow_nan=False is the last guard: JSON has no NaN, and a reader would choke on one.
-                file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            try:
+                _write_all(file, _lines(rows))
+                os.fsync(file.fileno())
+            except OSError:
+                # No half line may stand before a later row.
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
 
 
 class _EventFile:
@@ -238,8 +250,7 @@ class _EventFile:
         self.path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         with disk_errors(self.path):
             folder.mkdir(exist_ok=True)
-            self._file = self.path.open("wb")
-            self._records = RecordWriter(self._file)
+            self._file = self.path.open("wb", buffering=0)
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_from is not None:
             # A START mark tells TensorBoard to forget events of this and later steps from earlier files.
@@ -258,9 +269,23 @@ class _EventFile:
             self._file.close()
 
     def _write(self, event: event_pb2.Event) -> None:
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
         with disk_errors(self.path):
-            self._records.write(event.SerializeToString())
-            self._file.flush()
+            _write_all(self._file, record.getvalue())
+
+
+def _check_finite(t: Transcript) -> None:
+    values = [("reward", t.reward)]
+    values += [("log_prob", k.log_prob) for k in t.tokens]
+    values += [("teacher_log_prob", k.teacher_log_prob) for k in t.tokens if k.teacher_log_prob is not None]
+    for name, value in values:
+        if not math.isfinite(value):
+            raise DataError(
+                explain(
+                    f"transcript of {t.prompt[:40]!r}: {name}", value, "a finite number", "look at the engine's log"
+                )
+            )
 
 
 def _as_json(t: Transcript) -> dict[str, Any]:
@@ -273,7 +298,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
 
 
 def _keep_rows(
-    path: Path, keep: Callable[[Mapping[str, Any]], bool], open_files: dict[Path, BinaryIO] | None = None
+    path: Path, keep: Callable[[Mapping[str, Any]], bool], open_files: dict[Path, FileIO] | None = None
 ) -> None:
     """Rewrite a .jsonl file with only the rows to keep; an open handle on it is closed first."""
     if not path.exists():
@@ -285,16 +310,26 @@ def _keep_rows(
         return
     if open_files is not None and path in open_files:
         open_files.pop(path).close()
-    _replace(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+    _replace(path, _lines(kept))
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+
+
+def _write_all(file: FileIO, content: bytes) -> None:
+    """Write without a buffer, which would try again at close what a full disk has refused."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a whole file so that a kill leaves either the old or the new one."""
     new = path.with_name(path.name + ".new")
     with disk_errors(path):
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
+        with new.open("wb", buffering=0) as file:
+            _write_all(file, content)
             os.fsync(file.fileno())
         new.replace(path)
 

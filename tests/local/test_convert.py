@@ -67,7 +67,7 @@ def hf_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _megatron() -> Iterator[None]:
     megatron_cpu.ensure_initialized(0)
     yield
@@ -192,7 +192,7 @@ def test_extra_entries_of_old_checkpoints() -> None:
     plain = {k: v for k, v in weights.items() if k != "lm_head.weight"}
     extra = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     assert hf_to_megatron(extra, config).keys() == hf_to_megatron(plain, config).keys()
-    with pytest.raises(ModelError, match="tie_word_embeddings=True: expected lm_head.weight equal"):
+    with pytest.raises(ModelError, match=r"tie_word_embeddings=True: expected lm_head\.weight equal"):
         hf_to_megatron({**plain, "lm_head.weight": plain["model.embed_tokens.weight"] + 1}, config)
 
 

@@ -24,7 +24,6 @@ ODD = (
     "&lt;",
     "\t",
 )
-MARKUP = {"style": "</style><script>alert(3)</script>"}
 
 
 def test_a_token_is_shown_as_text():
@@ -45,7 +44,7 @@ def test_a_curve_by_hand():
     # The box runs from (38, 146) to (310, 8); the line breaks where a value is missing.
     assert drawn.series[0].lines == ("219.3,77.0 310.0,8.0",)
     assert drawn.series[0].end == (310.0, 8.0)
-    assert [t.label for t in drawn.y_ticks] == ["0", "0.5", "1"]
+    assert [t.label for t in drawn.y_ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
     assert drawn.aria == "Accuracy in fraction. tandem: 0 at step 0, 1 at step 3"
 
 
@@ -86,10 +85,7 @@ def test_transcripts_are_the_first_and_last_step_in_pairs(make_run):
 
 def test_the_report_is_bounded(make_run, monkeypatch):
     monkeypatch.setattr(html, "MAX_TOKENS", 10)
-    monkeypatch.setattr(html, "MAX_TRANSCRIPTS", 4)
     run_dir = make_run(steps=3, texts=tuple(f" {i}" for i in range(25)))
-    groups = transcript_groups([("run", "tandem", run_dir), ("control", "solo", run_dir / "control")])
-    assert sum(len(g.transcripts) for g in groups) == 0 or all(len(g.transcripts) <= 2 for g in groups)
     monkeypatch.setattr(html, "MAX_TRANSCRIPTS", 8)
     groups = transcript_groups([("run", "tandem", run_dir), ("control", "solo", run_dir / "control")])
     assert [len(g.transcripts) for g in groups] == [2, 2, 2, 2]
@@ -245,7 +241,7 @@ def test_the_teachers_signal_by_pointer_key_and_filter(make_run, browser):
 
     got, problems = browser.visit(path, use, width=1280)
     assert problems == []
-    # Token 2 is the junior's, without a twin... tokens 0 and 3 have no teacher value, 1 and 2 have -1 nat against -0.5.
+    # Authors are junior, senior, junior, senior; tokens 0 and 3 have no teacher value, 1 and 2 have -1 against -0.5.
     assert "junior" in got["home"]
     assert "not aligned: no teacher token covers exactly these bytes" in got["home"]
     assert "senior" in got["pointer"]

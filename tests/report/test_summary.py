@@ -25,8 +25,8 @@ def test_a_finished_run_by_hand(make_run):
     assert s["control"] is not None
     assert s["control"]["after"]["eval/tandem_accuracy"] == 0.35
     # n = 100: p = 26/102, q = 56/102, both plus one of two; half width 1.96 * sqrt((.18993 + .24760) / 102).
-    assert s["verdict"]["low"] == pytest.approx(0.16580, abs=1e-5)
-    assert s["verdict"]["high"] == pytest.approx(0.42243, abs=1e-5)
+    assert s["verdict"]["low"] == pytest.approx(0.16575, abs=1e-5)
+    assert s["verdict"]["high"] == pytest.approx(0.42248, abs=1e-5)
     assert s["verdict"]["learned"] is True
     assert s["verdict"]["text"].startswith(
         "Yes: tandem accuracy on 100 held-out prompts rose from 0.250 to 0.550 (+0.300"
@@ -73,9 +73,8 @@ def test_a_folder_that_is_no_run(make_run, name):
 
 def test_summary_json_is_the_summary(make_run):
     run_dir = make_run(steps=2)
-    assert (
-        json.loads((run_dir / "summary.json").read_text()) == write_summary(run_dir) if write_summary(run_dir) else None
-    )
+    summary = write_summary(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary == summarise(run_dir)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.0), (1.0, 1.0), (0.4, 0.4)])

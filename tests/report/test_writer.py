@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
+from slime_tandem.report import writer as writer_module
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.writer import RunWriter, Transcript, TranscriptToken, read_rows, transcript_of
 from slime_tandem.types import AlignedScores, AuthorRun, Message, Prompt, SampleKey, ScoredSample, TandemSample
@@ -110,9 +111,9 @@ def test_nan_is_refused_and_leaves_no_row(tmp_path):
     with RunWriter(tmp_path, resume_step=None) as writer:
         with pytest.raises(DataError, match="train/pg_loss=nan"):
             writer.write_step(0, {**STEP, "train/pg_loss": math.nan})
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            token = TranscriptToken("x", 1, math.nan, None)
-            writer.write_transcripts(0, "train", [Transcript("p", None, "t", 0.0, "stop", (token,))])
+        bad = Transcript("p", None, "t", 0.0, "stop", (TranscriptToken("x", 1, math.nan, None),))
+        with pytest.raises(DataError, match=r"transcript.*log_prob"):
+            writer.write_transcripts(0, "train", [bad])
     assert steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "transcripts.jsonl") == []
 
 
@@ -132,11 +133,28 @@ def test_a_full_disk_names_file_and_remedy(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-def test_a_disk_that_is_really_full(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_row_that_did_not_fit_leaves_no_half_line(tmp_path, monkeypatch):
     with RunWriter(tmp_path, resume_step=None) as writer:
-        # Another file of the run stands before the device, whose endless zeros nobody may read back.
-        writer.write_transcripts(0, "train", [SAMPLE])
+        writer.write_step(0, STEP)
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+
+        def half(file, content):
+            file.write(content[:50])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(writer_module, "_write_all", half)
+        with pytest.raises(RunDirError):
+            writer.write_step(1, STEP)
+        monkeypatch.undo()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        writer.write_step(1, STEP)
+    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    with RunWriter(tmp_path, resume_step=None) as writer:
+        # Only now: reading the device back would never end.
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
         with pytest.raises(RunDirError, match=r"metrics\.jsonl='No space left on device'"):
             writer.write_step(0, STEP)
 

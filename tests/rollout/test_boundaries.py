@@ -85,9 +85,7 @@ def nth_mark_end(text: str, mark: str, n: int) -> int | None:
 
 @pytest.mark.parametrize(("strategy", "mark"), [("word", " "), ("sentence", "\n\n")])
 @given(text=st.text(alphabet=" a\n\r\té\ufffd", max_size=30), runs=st.integers(1, 6))
-def test_the_pattern_is_found_just_when_so_many_runs_have_ended(
-    strategy: str, mark: str, text: str, runs: int
-) -> None:
+def test_the_pattern_is_found_just_when_so_many_runs_have_ended(strategy: str, mark: str, text: str, runs: int) -> None:
     pattern = stop_regex(strategy, runs)  # type: ignore[arg-type]
     assert pattern is not None
     first = next((n for n in range(len(text) + 1) if re.search(pattern, text[:n])), None)

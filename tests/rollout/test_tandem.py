@@ -97,9 +97,7 @@ def make_rule(
 
 def writer(key: SampleKey, rule: HandoffRule, cap: int = 24, custom: bool = False) -> TandemWriter:
     sampling = SamplingConfig(max_new_tokens=cap)
-    return TandemWriter(
-        key, 4, PROMPT, PROMPT_IDS, rule, sampling, eos_ids=EOS, decode=text_of, custom_boundary=custom
-    )
+    return TandemWriter(key, 4, PROMPT, PROMPT_IDS, rule, sampling, eos_ids=EOS, decode=text_of, custom_boundary=custom)
 
 
 def step_by_step(key: SampleKey, rule: HandoffRule, cap: int, models: dict[int, ScriptedEngine]) -> list[tuple]:
@@ -220,6 +218,15 @@ def test_tokens_past_a_handoff_are_counted() -> None:
         assert w._discarded == 12 - kept
 
 
+def test_a_short_answer_is_continued_by_what_is_missing() -> None:
+    """Asking for a whole run again would only make the server write tokens that are dropped."""
+    w = writer(SampleKey(0, 0, 0), make_rule("chunk", chunk=4))
+    _, request = w.next_request()
+    w.accept(GenerateResult(request.rid, (9,), (-0.5,), "length", "v"))
+    author, request = w.next_request()
+    assert (author, request.max_new_tokens, request.input_ids) == (SENIOR, 3, (*PROMPT_IDS, 9))
+
+
 @pytest.mark.parametrize(("prob", "author"), [(1.0, SENIOR), (0.0, JUNIOR)])
 @pytest.mark.parametrize("strategy", ["word", "sentence", "bernoulli"])
 @pytest.mark.parametrize("custom", [False, True])
@@ -281,7 +288,7 @@ def both_drivers(who: dict[int, ScriptedEngine], rule: HandoffRule, **kwargs: ob
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_empty_answer_is_an_error_not_an_endless_loop(reason: str) -> None:
     for run in both_drivers(engines(spoil=emptied(reason)), make_rule("alternating")):
-        with pytest.raises(EngineError, match=r"senior answer to 0-0-0-0='0 tokens.*at least one token"):
+        with pytest.raises(EngineError, match=r"senior answer to 0-0-0-0=.0 tokens.*at least one token"):
             run()
 
 

@@ -1,0 +1,351 @@
+"""The async HTTP client for SGLang's native API: our embedded server and real SGLang alike.
+
+Disconnects, time-outs and 5xx answers are retried with exponential back-off; that is safe because draws depend on the
+sampling seed and the position only, so a repeated request gives the same tokens. 4xx answers are raised at once. Every answer
+is checked before it is handed on: a missing, misplaced or non-finite log-prob is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.errors import (
+    EngineError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    WeightVersionError,
+    explain,
+)
+
+_LONGEST_PAUSE_S = 5.0
+_PROBE_TIMEOUT_S = 5.0
+_RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
+
+
+class EngineClient:
+    """One server, one connection pool. Use as an async context manager.
+
+    `role` names the server in errors (senior, junior, teacher). `timeout_s` bounds one try; `max_retries` further tries follow,
+    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened.
+
+    >>> EngineClient("http://127.0.0.1:30000/", role="junior").base_url
+    'http://127.0.0.1:30000'
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        role: str = "senior",
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        max_retries: int = 5,
+        backoff_s: float = 0.2,
+        max_connections: int = 256,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.role = role
+        self.retries = 0
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._backoff_s = backoff_s
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> EngineClient:
+        headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._max_connections), headers=headers
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Answer all requests, in order, in one HTTP request; none for an empty list.
+
+        Requests with `session_params` travel one by one (SGLang takes one session per call). Raises EngineRejectedError,
+        EngineUnavailableError, and EngineError for an answer that does not hold what was asked for.
+        """
+        if not requests:
+            return []
+        if len(requests) > 1 and any(r.session_params is not None for r in requests):
+            single = await asyncio.gather(*(self.generate([r]) for r in requests))
+            return [result for [result] in single]
+        answer = await self._call("POST", "/generate", _generate_body(requests))
+        if not isinstance(answer, list) or len(answer) != len(requests):
+            got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
+            raise self._bad("/generate", got, f"a list of {len(requests)} answers")
+        return [self._result(request, one) for request, one in zip(requests, answer, strict=True)]
+
+    async def health(self) -> bool:
+        """Whether GET /health answers 200 within five seconds; one try."""
+        try:
+            async with self._open().get(
+                f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+            ) as response:
+                return response.status == 200
+        except _RETRIED:
+            return False
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server is healthy; raises EngineUnavailableError after `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
+        while not await self.health():
+            if time.monotonic() > end:
+                raise EngineUnavailableError(
+                    explain(
+                        f"{self.role} engine",
+                        self.base_url,
+                        f"a healthy server within {timeout_s:g} s",
+                        "check that it runs and that the URL is right",
+                    )
+                )
+            await asyncio.sleep(0.1)
+
+    async def model_info(self) -> dict[str, Any]:
+        """GET /model_info: model_path, tokenizer_path, weight_version and what else the server tells."""
+        info = await self._call("GET", "/model_info")
+        if not isinstance(info, dict):
+            raise self._bad("/model_info", type(info).__name__, "an object")
+        return info
+
+    async def flush_cache(self) -> None:
+        """Forget all kept prefixes on the server."""
+        await self._call("POST", "/flush_cache", {}, parse=False)
+
+    async def update_weights_from_disk(self, path: str, weight_version: str) -> None:
+        """Make the server serve the folder `path` (as the server sees it) under `weight_version`.
+
+        Raises EngineRejectedError if the server refuses the folder (it keeps its old weights), WeightVersionError if it reports
+        another version afterwards.
+        """
+        body = {"model_path": path, "weight_version": weight_version, "flush_cache": True}
+        answer = await self._call("POST", "/update_weights_from_disk", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise self._bad("/update_weights_from_disk", answer, "success: true")
+        served = (await self.model_info()).get("weight_version")
+        if served != weight_version:
+            raise WeightVersionError(
+                explain(
+                    f"{self.role} engine {self.base_url} weight_version",
+                    served,
+                    f"{weight_version!r}, the version just sent",
+                    "check that no other process updates this server",
+                )
+            )
+
+    async def abort(self, rid: str) -> None:
+        """Abort the running request `rid`; it is answered with finish reason abort."""
+        await self._call("POST", "/abort_request", {"rid": rid}, parse=False)
+
+    async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
+        """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""
+        body = {"session_id": session_id, "capacity_of_str_len": capacity_of_str_len}
+        answer = await self._call("POST", "/open_session", body)
+        if not isinstance(answer, str) or not answer:
+            raise self._bad("/open_session", answer, "a session id")
+        return answer
+
+    async def close_session(self, session_id: str) -> None:
+        """Forget a server-side context."""
+        await self._call("POST", "/close_session", {"session_id": session_id}, parse=False)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("EngineClient is closed: use it inside `async with`")
+        return self._session
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, parse: bool = True) -> Any:
+        """One request with retries; returns the parsed JSON (None with `parse=False`)."""
+        url = f"{self.base_url}{path}"
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        cause = ""
+        for attempt in itertools.count():
+            stale = False
+            try:
+                async with self._open().request(
+                    method, url, data=data, headers={"Content-Type": "application/json"}, timeout=timeout
+                ) as response:
+                    raw = await response.read()
+                    if response.status == 200:
+                        return self._parse(path, raw) if parse else None
+                    message = _server_message(raw)
+                    if response.status < 500:
+                        raise EngineRejectedError(
+                            explain(
+                                f"{self.role} engine {method} {url}",
+                                f"HTTP {response.status}",
+                                f"a request that the server accepts; it says: {message}",
+                                "correct the request" if response.status != 401 else "send the server's API key",
+                            )
+                        )
+                    cause = f"HTTP {response.status}: {message}"
+            except _RETRIED as error:
+                cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                # The server closed an idle kept-alive connection just as it was used again: nothing to wait for.
+                stale = attempt == 0 and isinstance(error, aiohttp.ServerDisconnectedError)
+            if attempt >= self._max_retries:
+                raise EngineUnavailableError(
+                    explain(
+                        f"{self.role} engine {method} {url}",
+                        cause,
+                        f"an answer within {self._timeout_s:g} s; gave up after {attempt + 1} tries",
+                        "check that the server runs (its log) and that the URL is right; raise engine.max_retries or "
+                        "engine.request_timeout_s if it is only slow",
+                    )
+                )
+            self.retries += 1
+            if not stale:
+                pause = min(_LONGEST_PAUSE_S, self._backoff_s * 2**attempt)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+        raise AssertionError("unreachable")
+
+    def _parse(self, path: str, raw: bytes) -> Any:
+        try:
+            return json.loads(raw)
+        except ValueError:
+            raise self._bad(path, raw[:80].decode("utf-8", "replace"), "JSON") from None
+
+    def _bad(self, field: str, value: object, expected: str) -> EngineError:
+        remedy = "check the server's version and log; see docs if a router sits between"
+        return EngineError(explain(f"{self.role} engine {self.base_url} {field}", value, expected, remedy))
+
+    def _result(self, request: GenerateRequest, answer: Any) -> GenerateResult:
+        """Check one answer object and take it apart."""
+        where = f"answer {request.rid!r}"
+        try:
+            meta, output_ids = answer["meta_info"], answer["output_ids"]
+            reason = meta["finish_reason"]
+            finish, version, rid = reason["type"], meta["weight_version"], meta["id"]
+            prompt_tokens = int(meta["prompt_tokens"])
+        except (KeyError, TypeError) as error:
+            raise self._bad(
+                where, repr(answer)[:120], f"meta_info and output_ids as SGLang sends them ({error!r})"
+            ) from None
+        if rid != request.rid:
+            raise self._bad(f"{where} meta_info.id", rid, f"{request.rid!r}, answers in the order of the requests")
+        if finish not in ("stop", "length", "abort"):
+            raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
+        log_probs: tuple[float, ...] = ()
+        given_ids: tuple[int, ...] = ()
+        input_log_probs: tuple[float | None, ...] = ()
+        first = request.logprob_start_len
+        scored = request.return_logprob and first >= 0 and finish != "abort"
+        if request.return_logprob:
+            entries = meta.get("output_token_logprobs") or []
+            if len(entries) != len(output_ids):
+                raise self._bad(
+                    f"{where} output_token_logprobs",
+                    f"{len(entries)} log-probs",
+                    f"one for each of the {len(output_ids)} output ids (SGLang 0.5.15 loses the first one of a request that "
+                    "was retracted, output_streamer.py:444)",
+                )
+            log_probs = tuple(self._finite(f"{where} output_token_logprobs[{i}]", e[0]) for i, e in enumerate(entries))
+            if [e[1] for e in entries] != output_ids:
+                raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
+        if scored:
+            entries = meta.get("input_token_logprobs") or []
+            if len(entries) != prompt_tokens - first:
+                raise self._bad(
+                    f"{where} input_token_logprobs",
+                    f"{len(entries)} entries",
+                    f"{prompt_tokens - first}: positions {first} to {prompt_tokens - 1}",
+                )
+            given_ids = tuple(int(e[1]) for e in entries)
+            # SGLang reports nothing for the first position, whatever was computed for it.
+            input_log_probs = tuple(
+                None if i == 0 and e[0] is None else self._finite(f"{where} input_token_logprobs[{i}]", e[0])
+                for i, e in enumerate(entries)
+            )
+        return GenerateResult(
+            rid=request.rid,
+            output_ids=tuple(output_ids),
+            output_log_probs=log_probs,
+            finish_reason=finish,
+            weight_version=str(version),
+            matched=reason.get("matched"),
+            text=str(answer.get("text") or ""),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            input_log_probs=input_log_probs,
+            input_ids=given_ids,
+            **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
+        )
+
+    def _candidates(
+        self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int
+    ) -> dict[str, tuple[Any, ...]]:
+        """The four candidate lists, as many entries as there are positions; those not asked for are left out."""
+        asked = {
+            "top_logprobs": request.top_logprobs_num > 0,
+            "token_ids_logprobs": request.token_ids_logprob is not None,
+        }
+        found: dict[str, tuple[Any, ...]] = {}
+        if not request.return_logprob:
+            return found
+        for kind in (k for k, wanted in asked.items() if wanted):
+            for side, count in (("output", outputs), ("input", inputs)):
+                name = f"{side}_{kind}"
+                entries = (meta.get(name) or []) if count else []
+                if len(entries) != count:
+                    raise self._bad(f"{where} {name}", f"{len(entries)} entries", f"{count}, one per position")
+                found[name] = tuple(
+                    None if side == "input" and i == 0 and not e else self._pairs(f"{where} {name}[{i}]", e)
+                    for i, e in enumerate(entries)
+                )
+        return found
+
+    def _pairs(self, where: str, entry: Any) -> TopLogProbs:
+        if not isinstance(entry, list):
+            raise self._bad(where, entry, "a list of [log-prob, id, text]")
+        return tuple((self._finite(where, e[0]), int(e[1])) for e in entry)
+
+    def _finite(self, where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self._bad(where, value, "a finite log-prob")
+        return float(value)
+
+
+def _generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "rid": [r.rid for r in requests],
+        "input_ids": [r.input_ids for r in requests],
+        "sampling_params": [r.sampling_params() for r in requests],
+        "return_logprob": [r.return_logprob for r in requests],
+        "logprob_start_len": [r.logprob_start_len for r in requests],
+        "top_logprobs_num": [r.top_logprobs_num for r in requests],
+    }
+    if any(r.token_ids_logprob is not None for r in requests):
+        body["token_ids_logprob"] = [r.token_ids_logprob for r in requests]
+    if requests[0].session_params is not None:
+        body["session_params"] = requests[0].session_params
+    return body
+
+
+def _server_message(raw: bytes) -> str:
+    """The error text of an answer, in the shapes that SGLang, its router and we use."""
+    text = raw.decode("utf-8", "replace")
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text[:500]
+    if isinstance(parsed, dict):
+        inner = parsed.get("error", parsed.get("message", parsed))
+        return str(inner["message"] if isinstance(inner, dict) and "message" in inner else inner)[:500]
+    return text[:500]

@@ -1,0 +1,80 @@
+"""KL estimators against the exact KL of a small vocabulary, summed over all of it."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_tandem.config import KlEstimator
+from slime_tandem.objective.kl import kl_estimate
+
+V = 7
+logits = st.lists(st.floats(-4, 4), min_size=V, max_size=V)
+
+
+def log_p(values: list[float]) -> Tensor:
+    return torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1)
+
+
+@given(logits, logits)
+def test_k1_and_k3_are_unbiased_and_k2_is_the_squared_half(a: list[float], b: list[float]) -> None:
+    """E over tokens sampled from pi, exactly: the sum over the vocabulary weighted with pi."""
+    pi, ref = log_p(a), log_p(b)
+    exact = (pi.exp() * (pi - ref)).sum().item()
+    for estimator in ("k1", "k3"):
+        expectation = (pi.exp() * kl_estimate(pi, ref, estimator)).sum().item()  # type: ignore[arg-type]
+        assert expectation == pytest.approx(exact, abs=1e-12)
+    k2 = (pi.exp() * kl_estimate(pi, ref, "k2")).sum().item()
+    assert k2 == pytest.approx((pi.exp() * (pi - ref) ** 2).sum().item() / 2, abs=1e-12)
+
+
+@given(logits, logits)
+def test_k2_and_k3_are_never_negative(a: list[float], b: list[float]) -> None:
+    for estimator in ("k2", "k3"):
+        assert (kl_estimate(log_p(a), log_p(b), estimator) >= 0).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", get_args(KlEstimator))
+def test_equal_distributions_have_no_kl(estimator: KlEstimator) -> None:
+    x = torch.tensor([-0.1, -3.0, -20.0])
+    assert kl_estimate(x, x.clone(), estimator).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_closed_forms_by_hand() -> None:
+    """r = ln 2 and r = -ln 2."""
+    pi, ref = torch.tensor([0.5, 0.25]).double().log(), torch.tensor([0.25, 0.5]).double().log()
+    r = math.log(2)
+    assert kl_estimate(pi, ref, "k1").tolist() == pytest.approx([r, -r])
+    assert kl_estimate(pi, ref, "k2").tolist() == pytest.approx([r * r / 2, r * r / 2])
+    assert kl_estimate(pi, ref, "k3").tolist() == pytest.approx([0.5 - 1 + r, 2 - 1 - r])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"), [("k1", lambda r: 1.0), ("k2", lambda r: r), ("k3", lambda r: 1 - math.exp(-r))]
+)
+@pytest.mark.parametrize("r", [-1.5, -0.1, 0.0, 0.4, 2.0])
+def test_gradients_by_hand(estimator: KlEstimator, slope: object, r: float) -> None:
+    x = torch.tensor([r - 3.0], dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(kl_estimate(x, torch.tensor([-3.0], dtype=torch.float64), estimator).sum(), x)
+    assert g.item() == pytest.approx(slope(r), abs=1e-12)  # type: ignore[operator]
+
+
+@settings(deadline=None, max_examples=25)
+@given(logits, logits)
+def test_gradients_by_finite_differences(a: list[float], b: list[float]) -> None:
+    x = log_p(a).requires_grad_()
+    for estimator in get_args(KlEstimator):
+        assert torch.autograd.gradcheck(lambda y, e=estimator: kl_estimate(y, log_p(b), e), (x,))
+
+
+def test_k3_is_accurate_near_zero() -> None:
+    """exp(-r) - 1 + r in float32 would be all rounding at r = 1e-3; its value is r^2 / 2."""
+    k3 = kl_estimate(torch.tensor([-1.0 + 1e-3]), torch.tensor([-1.0]), "k3").item()
+    assert k3 == pytest.approx(5e-7, rel=0.25)
+    assert k3 >= 0

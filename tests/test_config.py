@@ -1,0 +1,394 @@
+"""The settings tree: every misuse is a ConfigError that names the field, its value, what was expected and the remedy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from slime_tandem.config import KlEstimator, RunConfig, Strategy, fields_of, read_yaml_mapping
+from slime_tandem.errors import ConfigError, TandemError, explain
+
+
+def problem(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(tree)
+    assert "Remedy: " in str(caught.value)
+    assert "expected " in str(caught.value)
+    return str(caught.value)
+
+
+def override_problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(overrides=overrides)
+    return str(caught.value)
+
+
+# ---- single settings ----
+
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    ("tandem.prob_senior", 1.5, "less than or equal to 1"),
+    ("tandem.prob_senior", -0.1, "greater than or equal to 0"),
+    ("tandem.prob_senior", float("nan"), "finite number"),
+    ("tandem.prob_senior", "nan", "finite number"),
+    ("tandem.prob_senior", "half", "valid number"),
+    ("tandem.prob_senior", True, "another type than true or false"),
+    ("tandem.prob_senior", None, "valid number"),
+    ("tandem.prob_senior", [0.5], "valid number"),
+    ("tandem.max_gap_tokens", 0, "greater than or equal to 1"),
+    ("tandem.max_gap_tokens", 1.5, "valid integer"),
+    ("tandem.max_gap_tokens", False, "another type than true or false"),
+    ("tandem.boundary_token_ids", "1,2", "valid tuple"),
+    ("tandem.boundary_token_ids", ["x"], "valid integer"),
+    ("tandem.enabled", "perhaps", "valid boolean"),
+    ("tandem.enabled", 2, "valid boolean"),
+    ("optimizer.lr", 0.0, "greater than 0"),
+    ("optimizer.lr", math.inf, "finite number"),
+    ("optimizer.lr", True, "another type than true or false"),
+    ("optimizer.beta1", 1.0, "less than 1"),
+    ("opd.clip", 0.0, "greater than 0"),
+    ("opd.on_failed_sample", "ignore", "one of 'drop_opd', 'drop_sample' or 'stop'"),
+    ("objective.kl_estimator", "k4", "one of 'k1', 'k2' or 'k3'"),
+    ("objective.clip_low", 1.0, "less than 1"),
+    ("models.senior", 7, "valid string"),
+    ("models.dtype", "float16", "one of 'float32' or 'bfloat16'"),
+    ("engine.request_timeout_s", -1, "greater than 0"),
+    ("train.steps", -1, "greater than or equal to 0"),
+    ("name", "../escape", "match pattern"),
+    ("name", "", "match pattern"),
+    ("name", "run\n", "match pattern"),
+    ("seed", 2**63, "less than"),
+    ("seed", -1, "greater than or equal to 0"),
+    ("tasks", [], "at least 1 item"),
+    ("tandem", None, "valid dictionary"),
+    ("tandem", 5, "valid dictionary"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_VALUES, ids=lambda v: repr(v)[:30])
+def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expected: str) -> None:
+    tree: Any = value
+    for part in reversed(name.split(".")):
+        tree = {part: tree}
+    text = problem(tree)
+    first = text.splitlines()[0]
+    assert first.startswith(name)
+    assert expected in first
+    assert isinstance(value, list) or f"={value!r}: " in first
+
+
+def test_a_misspelt_strategy_gets_a_suggestion() -> None:
+    text = problem({"tandem": {"selection_strategy": "wrod"}})
+    assert text.startswith("tandem.selection_strategy='wrod': expected one of ")
+    assert all(repr(s) in text for s in get_args(Strategy))
+    assert "did you mean 'word'?" in text
+    assert "did you mean" not in problem({"tandem": {"selection_strategy": "zzz"}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "where", "hint"),
+    [
+        ({"tandem": {"prob_seniour": 0.5}}, "tandem.prob_seniour=0.5", "did you mean `tandem.prob_senior`?"),
+        ({"tandme": {"prob_senior": 0.5}}, "tandme={'prob_senior': 0.5}", "did you mean `tandem`?"),
+        ({"sampling": {"temprature": 1}}, "sampling.temprature=1", "did you mean `sampling.temperature`?"),
+        ({"qqqqqq": 1}, "qqqqqq=1", "`slime-tandem train --help` lists all settings"),
+        ({"tasks": [{"familly": "x", "family": "chain_sum"}]}, "tasks.0.familly='x'", "did you mean `tasks.family`?"),
+    ],
+)
+def test_an_unknown_key_gets_a_suggestion(tree: dict[str, Any], where: str, hint: str) -> None:
+    text = problem(tree)
+    assert text.startswith(f"{where}: expected a known setting. Remedy: ")
+    assert hint in text
+
+
+def test_names_of_other_projects_are_unknown() -> None:
+    for name in ("prob_primary", "frozen_model", "model_a_mask"):
+        assert f"tandem.{name}=1: expected a known setting" in problem({"tandem": {name: 1}})
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    text = problem({"tandem": {"prob_senior": 2, "chunk": 1}, "optimizer": {"lr": -1}})
+    assert [line.split("=")[0] for line in text.splitlines()] == ["tandem.prob_senior", "tandem.chunk", "optimizer.lr"]
+
+
+def test_a_broken_task_is_reported_once() -> None:
+    text = problem({"tasks": [{"weight": 1}]})
+    assert text.splitlines() == [line for line in text.splitlines() if line.startswith("tasks.0.family")]
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(ConfigError, TandemError)
+    assert issubclass(ConfigError, ValueError)
+    assert explain("a.b", "x", "y", "z") == "a.b='x': expected y. Remedy: z."
+
+
+# ---- contradictions ----
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"sampling": {"temperature": 0.6}}, "opd.enabled=True: expected sampling.temperature=1"),
+    ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature=1, top_p=1"),
+    ({"sampling": {"top_k": 20}}, "opd.enabled=True"),
+    ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, "sampling.top_p=0.9, top_k=-1: expected top_p=1 and"),
+    ({"sampling": {"top_k": 9}, "opd": {"enabled": False}}, "sampling.top_p=1.0, top_k=9: expected top_p=1 and top_k=-1"),
+    ({"sampling": {"top_k": 0}}, "sampling.top_k=0: expected -1"),
+    ({"sampling": {"temperature": 0}, "opd": {"enabled": False}}, "sampling.temperature=0: expected"),
+    ({"train": {"samples_per_prompt": 1}}, "train.samples_per_prompt=1: expected at least 2"),
+    ({"train": {"prompts_per_step": 8, "updates_per_step": 3}}, "train.updates_per_step=3: expected a divisor"),
+    ({"objective": {"reward_coef": 0}, "opd": {"enabled": False}}, "objective.reward_coef=0: expected opd.enabled=true"),
+    ({"objective": {"reward_coef": 0}, "opd": {"coef": 0}}, "objective.reward_coef=0: expected opd.enabled=true"),
+    ({"tandem": {"selection_strategy": "chunk", "boundary_token_ids": [3]}}, "tandem.boundary_token_ids=[3]: expected null"),
+    ({"tasks": [{"family": "jsonl"}]}, "tasks.0="),
+    ({"tasks": [{"family": "chain_sum", "path": "x.jsonl"}]}, "tasks.0="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "start"), CONTRADICTIONS)
+def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
+    assert problem(tree).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"sampling": {"temperature": 0.6}, "opd": {"enabled": False}},
+        {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20}, "opd": {"enabled": False}, "train": {"steps": 0}},
+        {"sampling": {"temperature": 0}, "opd": {"enabled": False}, "train": {"steps": 0}},
+        {"train": {"samples_per_prompt": 1}, "objective": {"reward_coef": 0}},
+        {"train": {"prompts_per_step": 8, "updates_per_step": 4}},
+        {"tandem": {"selection_strategy": "sentence", "boundary_token_ids": [3]}},
+        {"tasks": [{"family": "jsonl", "path": "x.jsonl"}]},
+    ],
+)
+def test_what_looks_odd_but_holds_is_accepted(tree: dict[str, Any]) -> None:
+    RunConfig.from_mapping(tree)
+
+
+# ---- files ----
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config='.*nope\.yaml': expected an existing YAML file. Remedy: check"):
+        RunConfig.load(tmp_path / "nope.yaml")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a readable UTF-8 text file"):
+        RunConfig.load(tmp_path)
+
+
+BROKEN = {
+    "unclosed": "tandem: {prob_senior: 0.5",
+    "tab": "tandem:\n\tprob_senior: 0.5",
+    "python object": "tandem: !!python/object/apply:os.system ['false']",
+    "python name": "name: !!python/name:os.system",
+    "unknown tag": "name: !thing x",
+    "impossible date": "name: 2024-13-45",
+    "control character": "name: \x01",
+    "unhashable key": "{[1]: 2}",
+    "abyss": "[" * 3_000,
+    "two documents": "a: 1\n---\nb: 2",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_or_dangerous_yaml_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BROKEN[kind], encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--config=.*expected valid YAML"):
+        RunConfig.load(path)
+
+
+def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "c.yaml"
+    path.write_text(f"name: !!python/object/apply:os.mkdir ['{marker}']", encoding="utf-8")
+    with pytest.raises(ConfigError):
+        RunConfig.load(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "1: 2\n", "5\n"])
+def test_yaml_that_is_no_mapping_of_names_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="expected a mapping of section names"):
+        RunConfig.load(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match="expected a readable UTF-8 text file"):
+        RunConfig.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing set\n", "---\n"])
+def test_an_empty_file_is_all_defaults(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert read_yaml_mapping(path) == {}
+    assert RunConfig.load(path) == RunConfig.load() == RunConfig()
+
+
+def test_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-5 as a string."""
+    path = tmp_path / "c.yaml"
+    path.write_text("optimizer: {lr: 1e-5, weight_decay: 1.0e-2}\n", encoding="utf-8")
+    optimizer = RunConfig.load(path).optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (1e-5, 1e-2)
+
+
+# ---- overrides ----
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("tandem: {prob_senior: 0.1, chunk_size: 3}\nseed: 4\n", encoding="utf-8")
+    config = RunConfig.load(path, ["tandem.prob_senior=0.2", "tandem.prob_senior=0.3", "name=x.y_z-1"])
+    assert (config.tandem.prob_senior, config.tandem.chunk_size, config.seed, config.name) == (0.3, 3, 4, "x.y_z-1")
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "value"),
+    [
+        ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
+        ("opd.clip=null", "opd.clip", None),
+        ("tandem.enabled=false", "tandem.enabled", False),
+        ("tandem.boundary_token_ids=[1, 2]", "tandem.boundary_token_ids", (1, 2)),
+        ("models.senior=/a/b=c", "models.senior", "/a/b=c"),
+        ("models.senior=builtin:senior", "models.senior", "builtin:senior"),
+        ("sampling={max_new_tokens: 9}", "sampling.max_new_tokens", 9),
+        ("train.threads=2", "train.threads", 2),
+    ],
+)
+def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
+    node: Any = RunConfig.load(overrides=[item])
+    for part in name.split("."):
+        node = getattr(node, part)
+    assert node == value
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("tandem.prob_senior", "--set='tandem.prob_senior': expected key=value with a dotted key"),
+        ("=1", "--set='=1': expected key=value"),
+        ("", "--set='': expected key=value"),
+        ("seed=[1", "--set='seed=[1': expected a YAML value. Remedy: quote it"),
+        ("name=2024-13-45", "expected a YAML value"),
+        ("name=!!python/name:os.system", "expected a YAML value"),
+        ("seed=" + "[" * 3_000, "expected a YAML value"),
+        ("seed.x=1", "seed={'x': 1}: expected"),
+        ("tasks.0.family=x", "tasks={'0': {'family': 'x'}}: expected"),
+        ("tandem.prob_seniour=1", "did you mean `tandem.prob_senior`?"),
+        ("tandem.prob_senior=", "tandem.prob_senior='': expected"),
+        ("tandem..prob_senior=1", "expected a known setting"),
+    ],
+    ids=lambda v: v[:30],
+)
+def test_bad_overrides_are_refused(item: str, text: str) -> None:
+    assert text in override_problem(item)
+
+
+def test_an_override_below_a_plain_value_is_refused() -> None:
+    assert "expected a section at `seed`" in override_problem("seed=1", "seed.x=2")
+
+
+# ---- the tree as a whole ----
+
+
+def leaves(model: type[BaseModel] = RunConfig, prefix: str = "") -> set[str]:
+    """Every leaf by the values of a built tree rather than by annotations."""
+    out: set[str] = set()
+    for name in model.model_fields:
+        value = getattr(model(), name)
+        out |= leaves(type(value), f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
+    return out
+
+
+def test_fields_of_covers_every_leaf_with_its_default_and_a_description() -> None:
+    rows = list(fields_of())
+    assert {name for name, _, _ in rows} == leaves()
+    assert len(rows) == len({name for name, _, _ in rows})
+    for name, default, description in rows:
+        node: Any = RunConfig()
+        for part in name.split("."):
+            node = getattr(node, part)
+        assert node == default, name
+        assert description, f"{name} has no description"
+
+
+def test_every_leaf_can_be_set_by_its_name() -> None:
+    for name, default, _ in fields_of():
+        value = RunConfig().model_dump()["tasks"] if name == "tasks" else default
+        text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n")
+        assert RunConfig.load(overrides=[f"{name}={text}"]) == RunConfig(), name
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().seed = 1
+
+
+def test_run_dir() -> None:
+    assert RunConfig(name="a", runs_dir="b").run_dir == Path("b/a")
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+tasks = st.builds(
+    lambda jsonl, weight, config, text: (
+        {"family": "jsonl", "path": text, "weight": weight}
+        if jsonl
+        else {"family": text if text != "jsonl" else "x", "weight": weight, "config": config}
+    ),
+    st.booleans(),
+    st.floats(1e-6, 1e6),
+    st.dictionaries(words, plain, max_size=3),
+    words,
+)
+trees = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True),
+        "seed": st.integers(0, 2**63 - 1),
+        "control": st.booleans(),
+        "runs_dir": words,
+        "models": st.fixed_dictionaries({}, optional={"senior": words, "dtype": st.sampled_from(["float32", "bfloat16"])}),
+        "tasks": st.lists(tasks, min_size=1, max_size=3),
+        "tandem": st.fixed_dictionaries(
+            {},
+            optional={
+                "prob_senior": st.floats(0, 1),
+                "selection_strategy": st.sampled_from(["word", "sentence"]),
+                "boundary_token_ids": st.none() | st.lists(st.integers(0, 10**6), max_size=4),
+                "junior_token_loss_weight": st.floats(0, 1e6),
+            },
+        ),
+        "objective": st.fixed_dictionaries({}, optional={"kl_estimator": st.sampled_from(get_args(KlEstimator))}),
+        "opd": st.fixed_dictionaries({}, optional={"clip": st.none() | st.floats(1e-9, 1e9)}),
+        "optimizer": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1e3), "eps": st.floats(1e-300, 1)}),
+        "eval": st.fixed_dictionaries({}, optional={"every": st.none() | st.integers(1, 10**6)}),
+        "engine": st.fixed_dictionaries({}, optional={"senior_url": st.none() | words}),
+    },
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=80)
+@given(tree=trees)
+def test_the_written_tree_loads_as_the_same_tree(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]
+) -> None:
+    config = RunConfig.from_mapping(tree)
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8", newline="")
+    assert RunConfig.load(path) == config
