@@ -223,7 +223,7 @@ class EngineClient:
             raise self._bad(path, raw[:80].decode("utf-8", "replace"), "JSON") from None
 
     def _bad(self, field: str, value: object, expected: str) -> EngineError:
-        remedy = "check the server's version and log; see docs if a router sits between"
+        remedy = "check the server's version and log, and any router between"
         return EngineError(explain(f"{self.role} engine {self.base_url} {field}", value, expected, remedy))
 
     def _result(self, request: GenerateRequest, answer: Any) -> GenerateResult:

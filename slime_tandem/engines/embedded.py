@@ -25,7 +25,7 @@ import torch
 from aiohttp import web
 
 from slime_tandem.engines.engine_thread import EngineThread
-from slime_tandem.engines.hf import load_model, load_tokenizer
+from slime_tandem.engines.hf import check_model_folder, load_model, load_tokenizer
 from slime_tandem.engines.native_api import RequestParser, ServedModel, Sessions, answers, refuse
 from slime_tandem.engines.runner import Runner
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError, explain
@@ -254,6 +254,7 @@ def serve(
     for name, value, low in (("max_batch", max_batch, 1), ("cache_tokens", cache_tokens, 64), ("threads", threads, 1)):
         if value < low:
             raise DataError(explain(name, value, f"at least {low}", "raise it"))
+    check_model_folder(model)
     sock = _listen(host, port)
     try:
         bound = sock.getsockname()[1]
@@ -399,4 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # All is closed and answered by now; taking torch and transformers apart would take another second.
+    os._exit(code)

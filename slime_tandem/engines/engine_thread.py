@@ -78,10 +78,8 @@ class EngineThread:
 
     async def generate(self, jobs: Sequence[Job]) -> list[Output]:
         """Answer jobs as one unit. Being cancelled aborts them. Raises EngineUnavailableError when stopping."""
-        if not self.alive:
-            raise _shutting_down()
         unit = _Unit(jobs, self._loop)
-        self._inbox.put(unit)
+        self._send(unit)
         try:
             return await unit.future
         except asyncio.CancelledError:
@@ -99,10 +97,8 @@ class EngineThread:
 
     async def update(self, folder: str, weight_version: str | None) -> None:
         """Serve the weights in `folder` once everything sent before has been answered. Raises ModelError if it does not fit."""
-        if not self.alive:
-            raise _shutting_down()
         item = _Update(folder, weight_version if weight_version is not None else self.weight_version, self._loop)
-        self._inbox.put(item)
+        self._send(item)
         await item.future
 
     def stop(self, timeout_s: float) -> None:
@@ -110,6 +106,12 @@ class EngineThread:
         self._stopping = True
         self._inbox.put(lambda: None)
         self._thread.join(timeout_s)
+
+    def _send(self, item: _Unit | _Update) -> None:
+        self._inbox.put(item)
+        # `_stopping` is set before the inbox is emptied for the last time: what it missed is refused here.
+        if self._stopping:
+            _resolve(self._loop, item.future, _shutting_down())
 
     def _run(self) -> None:
         try:
@@ -120,6 +122,7 @@ class EngineThread:
                     self._deliver(self._runner.step())
             self._end(_shutting_down())
         except BaseException as error:
+            self._stopping = True
             self._end(error if isinstance(error, TandemError) else RuntimeError(f"engine thread: {error!r}"))
             self._loop.call_soon_threadsafe(self._on_death)
             raise

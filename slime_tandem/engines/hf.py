@@ -63,6 +63,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the name of the weight
         )
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
@@ -82,6 +83,10 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
         raise ModelError(
             explain("model", str(folder), f"weights that fit config.json exactly ({first})", "save the model again")
         )
+    # transformers leaves weights mapped to their file. Whoever saves the next checkpoint over it would change, or crash, a
+    # model that is being served.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     return model.eval()
 
 

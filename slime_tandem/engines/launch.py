@@ -148,11 +148,11 @@ class ServerProcess:
         self.start()
 
     def _healthy(self) -> bool:
-        if self._port == 0:
-            text = self._port_file.read_text(encoding="utf-8").strip()
-            if not text:
-                return False
-            self._port = int(text)
+        # Written once the child has the port: another server on a port we asked for must not be taken for ours.
+        text = self._port_file.read_text(encoding="utf-8").strip()
+        if not text:
+            return False
+        self._port = int(text)
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1.0) as response:  # noqa: S310 - our own http URL
                 return bool(response.status == 200)

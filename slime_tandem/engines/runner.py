@@ -1,9 +1,9 @@
 """Turns jobs into answers: continuous batching, stops, log-probs. No HTTP and no threads here.
 
 Why not transformers' own continuous batching (5.24, `generation/continuous_batching`): it returns the log-prob of the sampled
-token only (no input, top or chosen-id log-probs), draws from one shared torch generator (the tokens of a request depend on
-its neighbours), shares prefixes in blocks of 256 tokens and not after a weight change, and on a CPU its SDPA path attends over
-the whole packed batch with a dense [T, sum of contexts] mask.
+token only (no input, top or chosen-id log-probs), draws from torch's global generator (the tokens of a request depend on its
+neighbours), shares prefixes in pages of 256 tokens by default, and without flash kernels builds a dense mask of [new tokens,
+new tokens + all contexts] for the whole packed batch.
 
 One step either prefills (new sequences first, in chunks) or decodes all running sequences by one token. Slot rows 0 .. n-1
 are always in use; per-row state lies in numpy arrays, so a decode step costs no Python work per row.

@@ -7,6 +7,7 @@ CUDA is gone round by an own small class that is used only there. Upstream paths
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -94,6 +95,7 @@ def ensure_initialized(seed: int) -> None:
             # torch marks every line of an uncaught error with "[rank0]:"; a world of one does not need it.
             sys.excepthook = excepthook
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    atexit.register(shutdown)  # NCCL warns at exit of groups left open
     torch.manual_seed(seed)
     if with_cuda:
         model_parallel_cuda_manual_seed(seed)
@@ -116,6 +118,7 @@ def _gloo_on_loopback() -> Iterator[None]:
 
 def shutdown() -> None:
     """Undo `ensure_initialized`: close the process groups with their sockets and threads; without one, do nothing."""
+    atexit.unregister(shutdown)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -133,7 +136,9 @@ class InverseFrequencyRope(RotaryEmbedding):  # type: ignore[misc]
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__(kv_channels=2 * inverse_frequencies.numel(), rotary_percent=1.0, use_cpu_initialization=True)
-        self.inv_freq = inverse_frequencies
+        # Upstream keeps a plain attribute, which `Module.to` does not move; as a buffer it follows the model.
+        del self.inv_freq
+        self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None

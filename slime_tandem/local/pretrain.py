@@ -1,13 +1,13 @@
 """Three small checkpoints made from scratch in about a minute: `builtin:junior`, `builtin:senior`, `builtin:teacher`.
 
-All three learn chain_sum of two two-digit terms from worksheets (`local.worksheet`); held-out questions are never among
-them. The junior is small and stopped early, the senior is bigger and imitates worksheets with slips and few repairs, the
-teacher imitates only what is right and learns to repair slips wherever it meets them. Senior and junior (Qwen3) share one
-byte-level BPE tokenizer; the teacher (Llama) has its own, with other merges, special tokens and chat markup.
+All three learn to add two numbers of up to two digits (`TASK`, a reasoning-gym family) from worksheets with slips
+(`local.worksheet`); held-out questions are never among them. The junior is small and stopped early. The senior is bigger
+and learns longer, but imitates many slips. The teacher meets slips too, and imitates only what is right. Senior and junior
+(Qwen3) share one byte-level BPE tokenizer; the teacher (Llama) has its own, with other merges, special tokens and markup.
 
 Models are kept under `cache_dir/<key>`, where the key is a hash of the whole recipe; `recipe.json` beside them holds what
-was measured. Two worker processes of one thread each do the work: one per tokenizer. The same recipe on the same machine
-and library versions gives the same weights.
+was measured. Three worker processes of one thread each do the work. The same recipe on the same machine and library
+versions gives the same weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -41,15 +40,27 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ModelError, explain
 from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.worksheet import Care, worksheet
+from slime_tandem.local.worksheet import worksheet
 from slime_tandem.types import Prompt
 
 PREFIX = "builtin:"
-TASK = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2})
+TASK = TaskSpec(
+    family="basic_arithmetic",
+    config={
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 2,
+        "max_digits": 2,
+        "operators": ["+"],
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+)
 
 Log = Callable[[str], None]
 
@@ -62,7 +73,7 @@ class TokenizerRecipe:
     turn: str
     end: str
     pad: str
-    english_share: float
+    knows_tags: bool
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class ModelRecipe:
     hidden_size: int
     layers: int
     intermediate_size: int
-    care: Care
+    slip: float
     imitate_slips: bool
     steps: int
     stop_accuracy: float | None = None
@@ -94,23 +105,23 @@ class ModelRecipe:
 class Recipe:
     """Everything that decides the three checkpoints."""
 
-    student_tokenizer: TokenizerRecipe = TokenizerRecipe(336, "<|{role}|>", "<|end|>", "<|pad|>", 0.0)
-    teacher_tokenizer: TokenizerRecipe = TokenizerRecipe(352, "[{role}]", "[/turn]", "[pad]", 0.9)
-    junior: ModelRecipe = ModelRecipe("qwen3", 48, 2, 128, Care(0.12, 0.3, 0.02, 2), True, 1200, stop_accuracy=0.3, seed=1)
-    senior: ModelRecipe = ModelRecipe("qwen3", 64, 2, 192, Care(0.15, 0.3, 0.02, 2), True, 1000)
-    teacher: ModelRecipe = ModelRecipe("llama", 64, 2, 192, Care(0.1, 0.6, 0.02, 3), False, 1500)
-    accuracy_prompts: int = 256
+    student_tokenizer: TokenizerRecipe = TokenizerRecipe(400, "<|{role}|>", "<|end|>", "<|pad|>", True)
+    teacher_tokenizer: TokenizerRecipe = TokenizerRecipe(370, "[{role}]", "[/turn]", "[pad]", False)
+    junior: ModelRecipe = ModelRecipe("qwen3", 48, 2, 128, 0.1, True, 1200, stop_accuracy=0.3, check_every=50, seed=1)
+    senior: ModelRecipe = ModelRecipe("qwen3", 64, 2, 192, 0.35, True, 900)
+    teacher: ModelRecipe = ModelRecipe("llama", 64, 2, 192, 0.2, False, 900)
+    check_prompts: int = 128
+    final_prompts: int = 256
 
     @property
     def key(self) -> str:
         """Hash of the recipe, of the task and of sample worksheets (so that a change of their writing counts)."""
-        samples = ["".join(text for text, _ in worksheet("47 - 58", Care(0.3, 0.5), Random(i))) for i in range(20)]  # noqa: S311
+        samples = ["".join(text for text, _ in worksheet("47 + 58", 0.5, Random(i))) for i in range(20)]  # noqa: S311
         content = json.dumps([dataclasses.asdict(self), TASK.model_dump(), samples], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 ROLES = ("junior", "senior", "teacher")
-_GROUPS = (("teacher",), ("senior", "junior"))
 
 
 def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe | None = None) -> Path:
@@ -126,7 +137,9 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None
         return path
     role = name.removeprefix(PREFIX)
     if role not in ROLES:
-        raise ModelError(explain("model", name, f"one of {', '.join(PREFIX + r for r in ROLES)}", "choose one of these"))
+        raise ModelError(
+            explain("model", name, f"one of {', '.join(PREFIX + r for r in ROLES)}", "choose one of these")
+        )
     return pretrain(cache_dir, log, recipe) / role
 
 
@@ -162,15 +175,20 @@ def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe
 
 
 def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """One process per tokenizer. Plain commands, not multiprocessing: the caller's main module need not be importable."""
+    """One process per model. Plain commands, not multiprocessing: the caller's main module need not be importable."""
     order = folder / "order.json"
     order.write_text(json.dumps(dataclasses.asdict(recipe)), encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     workers = [
         subprocess.Popen(  # noqa: S603 (our own module)
-            [sys.executable, "-m", "slime_tandem.local.pretrain", "--worker", str(folder), *roles], env=environment
+            [sys.executable, "-m", "slime_tandem.local.pretrain", "--worker", str(folder), role], env=environment
         )
-        for roles in _GROUPS
+        for role in ROLES
     ]
     try:
         codes = [worker.wait() for worker in workers]
@@ -181,7 +199,7 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
                 worker.wait()
     if any(codes):
         raise ModelError(
-            explain("pretrain", codes, "exit codes 0 of both workers", "see their messages above; is the disk full?")
+            explain("pretrain", codes, "exit code 0 of every worker", "see their messages above; is the disk full?")
         )
     order.unlink()
     return {role: json.loads((folder / role / "measured.json").read_text(encoding="utf-8")) for role in ROLES}
@@ -189,51 +207,54 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(tree: dict[str, Any]) -> Recipe:
     """Inverse of `dataclasses.asdict` for a Recipe."""
-    return Recipe(
-        **{name: TokenizerRecipe(**tree[name]) for name in ("student_tokenizer", "teacher_tokenizer")},
-        **{role: ModelRecipe(**{**tree[role], "care": Care(**tree[role]["care"])}) for role in ROLES},
-        accuracy_prompts=tree["accuracy_prompts"],
-    )
+    parts: dict[str, Any] = {"check_prompts": tree["check_prompts"], "final_prompts": tree["final_prompts"]}
+    parts |= {name: TokenizerRecipe(**tree[name]) for name in ("student_tokenizer", "teacher_tokenizer")}
+    parts |= {role: ModelRecipe(**tree[role]) for role in ROLES}
+    return Recipe(**parts)
 
 
-def make_models(roles: Sequence[str], recipe: Recipe, folder: Path, log: Log) -> None:
-    """Train the given roles, which share a tokenizer, one after the other; write each as a Hugging Face folder."""
+def make_model(role: str, recipe: Recipe, folder: Path, log: Log) -> None:
+    """Train one model and write it to `folder/role` as a Hugging Face folder, with `measured.json`."""
     torch.set_num_threads(1)
+    disable_progress_bar()
+    settings: ModelRecipe = getattr(recipe, role)
     tasks = TaskSet([TASK], seed=0)
-    tokenizer = build_tokenizer(recipe.teacher_tokenizer if roles == ("teacher",) else recipe.student_tokenizer, tasks)
-    for role in roles:
-        settings: ModelRecipe = getattr(recipe, role)
-        cpu, wall = time.process_time(), time.monotonic()
-        model, steps = train(settings, tokenizer, tasks, recipe.accuracy_prompts, lambda line, role=role: log(f"{role}: {line}"))
-        accuracy = measure_accuracy(model, tokenizer, tasks, tasks.heldout_prompts(recipe.accuracy_prompts))
-        save(model, tokenizer, folder / role)
-        measured = {
-            "accuracy": round(accuracy, 4),
-            "parameters": model.num_parameters(),
-            "vocabulary": len(tokenizer),
-            "steps": steps,
-            "seconds": round(time.monotonic() - wall, 1),
-            "cpu_seconds": round(time.process_time() - cpu, 1),
-        }
-        (folder / role / "measured.json").write_text(json.dumps(measured) + "\n", encoding="utf-8")
-        log(f"{role}: held-out accuracy {accuracy:.3f} after {steps} steps")
+    tokenizer = build_tokenizer(recipe.teacher_tokenizer if role == "teacher" else recipe.student_tokenizer, tasks)
+    cpu, wall = time.process_time(), time.monotonic()
+    model, steps = train(settings, tokenizer, tasks, recipe.check_prompts, lambda line: log(f"{role}: {line}"))
+    accuracy = measure_accuracy(model, tokenizer, tasks, tasks.heldout_prompts(recipe.final_prompts))
+    save(model, tokenizer, folder / role)
+    measured = {
+        "accuracy": round(accuracy, 4),
+        "parameters": model.num_parameters(),
+        "vocabulary": len(tokenizer),
+        "steps": steps,
+        "seconds": round(time.monotonic() - wall, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+    }
+    (folder / role / "measured.json").write_text(json.dumps(measured) + "\n", encoding="utf-8")
+    log(f"{role}: held-out accuracy {accuracy:.3f} after {steps} steps")
 
 
 def build_tokenizer(recipe: TokenizerRecipe, tasks: TaskSet) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer: single digits, words with their leading space, chat template, EOS = end of turn.
 
-    `english_share` of its training texts are other English prompts, whose merges then differ from the worksheets'.
+    It is trained on prompts, worksheets and as many English word problems. Without `knows_tags` the `<answer>` tags are left
+    out of these texts, so that they get fewer merges.
     """
     roles = ("system", "user", "assistant", "tool")
     specials = [recipe.pad, *(recipe.turn.format(role=role) for role in roles), recipe.end]
     prompts = tasks.train_prompts(step=1, n=400)
     rng = Random(0)  # noqa: S311
-    own = [p.messages[0].content for p in prompts]
-    own += ["".join(text for text, _ in worksheet(_expression(p), Care(0.3, 0.5), rng)) for p in prompts]
+    sheets = [[text for text, _ in worksheet(_expression(p), 0.3, rng)] for p in prompts]
+    own = [
+        f"{p.messages[0].content}{''.join(sheet)}" if recipe.knows_tags else f"{question_of(p)}{''.join(sheet[:-1])}"
+        for p, sheet in zip(prompts, sheets, strict=True)
+    ]
     english = [
         p.messages[0].content for p in TaskSet([TaskSpec(family="gsm_symbolic")], seed=0).train_prompts(step=1, n=400)
     ]
-    texts = own[: round(len(own) * (1 - recipe.english_share))] + english
+    texts = own + english
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -262,7 +283,7 @@ def build_tokenizer(recipe: TokenizerRecipe, tasks: TaskSet) -> PreTrainedTokeni
 
 
 def train(
-    settings: ModelRecipe, tokenizer: PreTrainedTokenizerFast, tasks: TaskSet, accuracy_prompts: int, log: Log
+    settings: ModelRecipe, tokenizer: PreTrainedTokenizerFast, tasks: TaskSet, check_prompts: int, log: Log
 ) -> tuple[Any, int]:
     """Train one model from scratch; returns it and the steps taken. The loss is on response tokens only."""
     torch.manual_seed(settings.seed)
@@ -271,9 +292,12 @@ def train(
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
     optimizers = (
         (Muon(matrices, settings.matrix_lr), settings.matrix_lr),
-        (torch.optim.AdamW(others, settings.other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True), settings.other_lr),
+        (
+            torch.optim.AdamW(others, settings.other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+            settings.other_lr,
+        ),
     )
-    validation = tasks.train_prompts(step=0, n=accuracy_prompts)  # step 0 of this seed; training texts start at step 2
+    validation = tasks.train_prompts(step=0, n=check_prompts)  # step 0 of this seed; training texts start at step 2
     for step, (ids, labels) in zip(range(1, settings.steps + 1), _batches(settings, tokenizer, tasks), strict=False):
         warm = min(1.0, step / 20)
         cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
@@ -283,7 +307,7 @@ def train(
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         learnt = targets != -100
-        loss = F.cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, _ in optimizers:
@@ -299,9 +323,11 @@ def train(
     return model, settings.steps
 
 
-def measure_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: TaskSet, prompts: Sequence[Prompt]) -> float:
-    """Share of right responses, one sample each at temperature 1, at most 80 tokens."""
-    texts = sample(model, tokenizer, prompts, max_new_tokens=80)
+def measure_accuracy(
+    model: Any, tokenizer: PreTrainedTokenizerFast, tasks: TaskSet, prompts: Sequence[Prompt]
+) -> float:
+    """Share of right responses, one sample each at temperature 1, at most 64 tokens."""
+    texts = sample(model, tokenizer, prompts, max_new_tokens=64)
     return sum(tasks.correct(p, text) for p, text in zip(prompts, texts, strict=True)) / len(prompts)
 
 
@@ -348,6 +374,7 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns), same in shapes.items():
                 updates = []
                 for p in same:
+                    assert p.grad is not None, "every matrix takes part in the loss"
                     average = self.state[p].setdefault("average", torch.zeros_like(p))
                     average.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(average, group["momentum"]))
@@ -422,7 +449,7 @@ def encode(
     tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], settings: ModelRecipe, rng: Random
 ) -> list[tuple[list[int], list[int]]]:
     """(ids, labels) of prompt + worksheet + EOS for each prompt; labels are -100 on the prompt and on what is not learnt."""
-    sheets = [worksheet(_expression(p), settings.care, rng) for p in prompts]
+    sheets = [worksheet(_expression(p), settings.slip, rng) for p in prompts]
     prompt_ids = tokenizer([_render(tokenizer, p) for p in prompts], add_special_tokens=False)["input_ids"]
     sheet_texts = ["".join(text for text, _ in sheet) for sheet in sheets]
     encoded = tokenizer(sheet_texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -442,6 +469,11 @@ def _render(tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> str:
     return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
 
 
+def question_of(prompt: Prompt) -> str:
+    """The question without the instruction on tags."""
+    return str(prompt.metadata["entry"]["question"])
+
+
 def _expression(prompt: Prompt) -> str:
     return str(prompt.metadata["entry"]["metadata"]["expression"])
 
@@ -450,16 +482,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`python -m slime_tandem.local.pretrain --cache-dir DIR`: make the models and print a table."""
     parser = argparse.ArgumentParser(prog="python -m slime_tandem.local.pretrain", description=main.__doc__)
     parser.add_argument("--cache-dir", default=".cache/models", help="where the models are kept (default: %(default)s)")
-    parser.add_argument("--worker", nargs="+", metavar=("FOLDER", "ROLE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "ROLE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
-        folder, *roles = arguments.worker
+        folder, role = arguments.worker
         recipe = recipe_from_dict(json.loads((Path(folder) / "order.json").read_text(encoding="utf-8")))
-        make_models(tuple(roles), recipe, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
+        make_model(role, recipe, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
         return 0
-    folder = pretrain(arguments.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
-    record = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
-    print(f"{folder} ({record['seconds']} s)")
+    made = pretrain(arguments.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
+    record = json.loads((made / "recipe.json").read_text(encoding="utf-8"))
+    print(f"{made} ({record['seconds']} s)")
     print(f"{'model':8} {'accuracy':>8} {'parameters':>10} {'vocabulary':>10} {'steps':>6} {'seconds':>8}")
     for role in ROLES:
         m = record["models"][role]

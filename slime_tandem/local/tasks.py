@@ -137,7 +137,9 @@ class TaskSet:
         """Whether the response has the full score; what accuracies count."""
         return self.reward(prompt, text) == 1.0
 
-    def _next(self, stream: Iterator[Prompt], index: int, side: str, seen: frozenset[str] | set[str] = frozenset()) -> Prompt:
+    def _next(
+        self, stream: Iterator[Prompt], index: int, side: str, seen: frozenset[str] | set[str] = frozenset()
+    ) -> Prompt:
         for prompt, _ in zip(stream, range(_MAX_BARREN_DRAWS), strict=False):  # the range only caps the draws
             if prompt.prompt_id not in seen:
                 return prompt
@@ -187,17 +189,26 @@ class _ReasoningGym:
         where, family = f"tasks.{self._index}", self._spec.family
         if family not in DATASETS:
             raise ConfigError(
-                explain(f"{where}.family", family, "`jsonl` or a reasoning-gym data set", _hint(family, [*DATASETS, "jsonl"]))
+                explain(
+                    f"{where}.family",
+                    family,
+                    "`jsonl` or a reasoning-gym data set",
+                    _hint(family, [*DATASETS, "jsonl"]),
+                )
             )
         known = [f.name for f in dataclasses.fields(DATASETS[family][1]) if f.name not in ("seed", "size")]
         for name, value in self._spec.config.items():
             if name in ("seed", "size"):
-                raise ConfigError(explain(f"{where}.config.{name}", value, "no seed or size", "they follow from the run"))
+                raise ConfigError(
+                    explain(f"{where}.config.{name}", value, "no seed or size", "they follow from the run")
+                )
             if name not in known:
-                raise ConfigError(explain(f"{where}.config.{name}", value, f"a setting of {family}", _hint(name, known)))
+                raise ConfigError(
+                    explain(f"{where}.config.{name}", value, f"a setting of {family}", _hint(name, known))
+                )
         try:
             self._build(seed=0, size=1)[0]
-        except Exception as error:  # noqa: BLE001 (data sets refuse their config by any exception, mostly AssertionError)
+        except Exception as error:  # data sets refuse their config by any exception, mostly AssertionError
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
                 explain(f"{where}.config", self._spec.config, f"a config that {family} accepts", f"it says {reason}")
@@ -261,7 +272,9 @@ def _parse_line(line: str, where: str) -> Prompt:
     for key in row:
         if key not in ("prompt", "messages", "label", "task", "metadata"):
             known = ["prompt", "messages", "label", "task", "metadata"]
-            raise DataError(explain(f"{where} key", key, "a known key", f"{_hint(key, known)} or put it under `metadata`"))
+            raise DataError(
+                explain(f"{where} key", key, "a known key", f"{_hint(key, known)} or put it under `metadata`")
+            )
     if ("prompt" in row) == ("messages" in row):
         raise DataError(explain(where, sorted(row), "either `prompt` or `messages`", example))
     key = "prompt" if "prompt" in row else "messages"
@@ -286,9 +299,13 @@ def _parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messa
     messages = []
     for i, turn in enumerate(value):
         if not isinstance(turn, dict) or set(turn) != {"role", "content"} or not isinstance(turn["content"], str):
-            raise DataError(explain(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn"))
+            raise DataError(
+                explain(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
+            )
         if turn["role"] not in _ROLES:
-            raise DataError(explain(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role"))
+            raise DataError(
+                explain(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
+            )
         messages.append(Message(turn["role"], turn["content"]))
     return tuple(messages)
 

@@ -7,6 +7,7 @@ embedded server of their own as a child process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ class Team:
         self.servers: dict[Role, ServerProcess] = {}
         self.clients: dict[Role, EngineClient] = {}
         self.runner = asyncio.Runner()
+        self._connections = contextlib.AsyncExitStack()
         self.senior_version: str | None = None
         self._senior_weights: Path | None = None
 
@@ -80,7 +82,7 @@ class Team:
             if url is None:
                 self.servers[role] = ServerProcess(
                     str(self.folders[role]),
-                    log_path=self.log_dir / f"{role}.log",
+                    log_file=self.log_dir / f"{role}.log",
                     host=e.host,
                     dtype=self.config.models.dtype,
                     max_batch=e.max_batch,
@@ -88,16 +90,18 @@ class Team:
                     threads=e.threads,
                     api_key=key,
                     trust_remote_code=self.config.models.trust_remote_code,
+                    start_timeout_s=e.start_timeout_s,
                 )
-                self.servers[role].start()
+                self.servers[role].launch()
             else:
                 urls[role] = url
         for role, server in self.servers.items():
-            server.wait_ready(e.start_timeout_s)
+            server.wait_ready()
             urls[role] = server.url
         for role in self.roles:
-            self.clients[role] = self._client(role, urls[role])
-            self.runner.run(self.clients[role].wait_ready(e.start_timeout_s))
+            client = self.runner.run(self._connections.enter_async_context(self._client(role, urls[role])))
+            self.clients[role] = client
+            self.runner.run(client.wait_ready(e.start_timeout_s))
 
     def _client(self, role: Role, url: str) -> EngineClient:
         e = self.config.engine
@@ -129,8 +133,7 @@ class Team:
     def close(self) -> None:
         """Close the clients and stop the servers that this team started."""
         try:
-            for client in self.clients.values():
-                self.runner.run(client.close())
+            self.runner.run(self._connections.aclose())
         finally:
             self.clients.clear()
             self.runner.close()
@@ -148,10 +151,6 @@ class Team:
         dead = [role for role, server in self.servers.items() if not server.is_alive()]
         for role in dead:
             self.servers[role].restart()
-        for role in dead:
-            self.servers[role].wait_ready(self.config.engine.start_timeout_s)
-            self.runner.run(self.clients[role].close())
-            self.clients[role] = self._client(role, self.servers[role].url)
         if "senior" in dead and self._senior_weights is not None and self.senior_version is not None:
             self.send_weights(self._senior_weights, self.senior_version)
         return dead

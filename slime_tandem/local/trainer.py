@@ -35,7 +35,7 @@ class Trainer:
             steps.append(self._optimizer_step(mini, ref_log_probs))
         metrics = {f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")}
         metrics["train/logprob_diff"] = steps[0]["logprob_diff"]
-        metrics["train/lr"] = self.policy.learning_rate
+        metrics["train/lr"] = self.policy.lr
         return metrics
 
     def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Trainer:
         with torch.no_grad():
             for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
                 log_probs, _ = self._log_probs(self.reference, micro)
-                parts = log_probs.split([r.response_length for r in micro])
+                parts = torch.split(log_probs, [r.response_length for r in micro])
                 out.update((id(row), part) for row, part in zip(micro, parts, strict=True))
         return out
 

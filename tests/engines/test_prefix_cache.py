@@ -34,17 +34,19 @@ def test_a_match_always_returns_what_was_stored_for_that_very_prefix(
         assert 0 <= len(cache) <= capacity
 
 
+def common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def test_match_is_the_longest_common_prefix_without_eviction() -> None:
     rng = np.random.default_rng(0)
     cache, known = PrefixCache(10_000), []
     for _ in range(200):
-        ids = rng.integers(0, 3, rng.integers(1, 12))
-        shared = max(
-            (next((i for i, (a, b) in enumerate(zip(ids, old, strict=False)) if a != b), min(len(ids), len(old))) for old in known),
-            default=0,
-        )  # fmt: skip
-        assert len(cache.match(ids)) == shared
-        start, locations = cache.insert(ids)
+        ids = rng.integers(0, 3, rng.integers(1, 12)).tolist()
+        shared = max((common(ids, old) for old in known), default=0)
+        assert len(cache.match(np.array(ids))) == shared
+        start, locations = cache.insert(np.array(ids))
         assert (start, len(locations)) == (shared, len(ids) - shared)
         known.append(ids)
 

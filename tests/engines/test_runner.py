@@ -218,7 +218,9 @@ def test_arrivals_in_mid_decode_do_not_disturb(make_runner: RunnerFactory, make_
         assert same(found[id(job)], run_jobs(make_runner(), [job])[0])
 
 
-def test_the_length_limit_is_reported_before_a_stop(make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run) -> None:
+def test_the_length_limit_is_reported_before_a_stop(
+    make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run
+) -> None:
     [free] = run_jobs(make_runner(), [make_job([9, 9], 6)])
     stop_mask = np.zeros(VOCAB, np.bool_)
     stop_mask[free.output_ids[3]] = True

@@ -67,7 +67,9 @@ def test_greedy_and_sampled_rows_mix() -> None:
     alone = [
         sample(
             logits[i : i + 1],
-            SamplingBatch(*(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_k", "top_p", "seed", "position"))),
+            SamplingBatch(
+                *(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_k", "top_p", "seed", "position"))
+            ),
         )
         for i in range(4)
     ]

@@ -65,6 +65,13 @@ def test_rope_angles_survive_inference_mode() -> None:
     megatron_cpu.shutdown()
 
 
+def test_rope_follows_the_model_to_its_device() -> None:
+    megatron_cpu.ensure_initialized(0)
+    assert InverseFrequencyRope(torch.ones(2)).to("meta")(3).device.type == "meta"
+    assert not InverseFrequencyRope(torch.ones(2)).state_dict(), "it is derived from the config, no weight"
+    megatron_cpu.shutdown()
+
+
 def test_attention_is_causal_softmax_with_grouped_heads() -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=4, attention_dropout=0.0, cuda_graph_scope=[]
