@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,12 +68,17 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TokenizerRecipe:
-    """A byte-level BPE tokenizer. `turn` and `end` are the chat markup around a turn; `end` is the EOS token."""
+    """A byte-level BPE tokenizer. `turn` and `end` are the chat markup around a turn; `end` is the EOS token.
+
+    Special tokens have the first ids (`specials_first`) or the last ones. Without `knows_tags` the `<answer>` tags are left
+    out of the training texts, so that they get fewer merges.
+    """
 
     vocab_size: int
     turn: str
     end: str
     pad: str
+    specials_first: bool
     knows_tags: bool
 
 
@@ -105,11 +111,11 @@ class ModelRecipe:
 class Recipe:
     """Everything that decides the three checkpoints."""
 
-    student_tokenizer: TokenizerRecipe = TokenizerRecipe(400, "<|{role}|>", "<|end|>", "<|pad|>", True)
-    teacher_tokenizer: TokenizerRecipe = TokenizerRecipe(370, "[{role}]", "[/turn]", "[pad]", False)
+    student_tokenizer: TokenizerRecipe = TokenizerRecipe(400, "<|{role}|>", "<|end|>", "<|pad|>", True, True)
+    teacher_tokenizer: TokenizerRecipe = TokenizerRecipe(370, "[{role}]", "[/turn]", "[pad]", False, False)
     junior: ModelRecipe = ModelRecipe("qwen3", 48, 2, 128, 0.1, True, 1200, stop_accuracy=0.3, check_every=50, seed=1)
     senior: ModelRecipe = ModelRecipe("qwen3", 64, 2, 192, 0.35, True, 900)
-    teacher: ModelRecipe = ModelRecipe("llama", 64, 2, 192, 0.2, False, 900)
+    teacher: ModelRecipe = ModelRecipe("llama", 64, 2, 192, 0.1, False, 1000)
     check_prompts: int = 128
     final_prompts: int = 256
 
@@ -157,6 +163,8 @@ def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe
     with FileLock(cache / "pretrain.lock"):
         if (final / "recipe.json").is_file():
             return final
+        for left_over in cache.glob(".making-*"):  # of a process that was killed: the lock is ours
+            shutil.rmtree(left_over, ignore_errors=True)
         log(f"pre-training junior, senior and teacher into {final}")
         with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as folder:
             started = time.monotonic()
@@ -186,7 +194,9 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
     }
     workers = [
         subprocess.Popen(  # noqa: S603 (our own module)
-            [sys.executable, "-m", "slime_tandem.local.pretrain", "--worker", str(folder), role], env=environment
+            [sys.executable, "-m", "slime_tandem.local.pretrain", "--worker", str(folder), role],
+            env=environment,
+            stdin=subprocess.PIPE,  # ends with this process, however it ends: the worker then ends too
         )
         for role in ROLES
     ]
@@ -194,9 +204,8 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
         codes = [worker.wait() for worker in workers]
     finally:
         for worker in workers:
-            if worker.poll() is None:
-                worker.terminate()
-                worker.wait()
+            worker.kill()
+            worker.communicate()
     if any(codes):
         raise ModelError(
             explain("pretrain", codes, "exit code 0 of every worker", "see their messages above; is the disk full?")
@@ -239,8 +248,7 @@ def make_model(role: str, recipe: Recipe, folder: Path, log: Log) -> None:
 def build_tokenizer(recipe: TokenizerRecipe, tasks: TaskSet) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer: single digits, words with their leading space, chat template, EOS = end of turn.
 
-    It is trained on prompts, worksheets and as many English word problems. Without `knows_tags` the `<answer>` tags are left
-    out of these texts, so that they get fewer merges.
+    It is trained on prompts, worksheets and as many English word problems.
     """
     roles = ("system", "user", "assistant", "tool")
     specials = [recipe.pad, *(recipe.turn.format(role=role) for role in roles), recipe.end]
@@ -263,12 +271,13 @@ def build_tokenizer(recipe: TokenizerRecipe, tasks: TaskSet) -> PreTrainedTokeni
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=recipe.vocab_size,
-            special_tokens=specials,
+            vocab_size=recipe.vocab_size if recipe.specials_first else recipe.vocab_size - len(specials),
+            special_tokens=specials if recipe.specials_first else [],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
     )
+    tokenizer.add_special_tokens(specials)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=recipe.end, pad_token=recipe.pad, clean_up_tokenization_spaces=False
     )
@@ -478,6 +487,11 @@ def _expression(prompt: Prompt) -> str:
     return str(prompt.metadata["entry"]["metadata"]["expression"])
 
 
+def _end_with_parent() -> None:
+    os.read(0, 1)  # returns when the parent process is gone; not sys.stdin, whose lock would trouble the exit
+    os._exit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m slime_tandem.local.pretrain --cache-dir DIR`: make the models and print a table."""
     parser = argparse.ArgumentParser(prog="python -m slime_tandem.local.pretrain", description=main.__doc__)
@@ -485,6 +499,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "ROLE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         folder, role = arguments.worker
         recipe = recipe_from_dict(json.loads((Path(folder) / "order.json").read_text(encoding="utf-8")))
         make_model(role, recipe, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))

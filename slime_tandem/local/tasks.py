@@ -37,7 +37,7 @@ HELD_OUT_ONE_IN = 10
 INSTRUCTION = "End with <answer>...</answer>."
 
 _BLOCK = 32
-_MAX_BARREN_DRAWS = 4096
+_MAX_BARREN_DRAWS = 1024
 _MATH_TIMEOUT_SECONDS = 5
 _ROLES = ("system", "user", "assistant", "tool")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
