@@ -144,21 +144,32 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
         if (0, "before") not in done:
             _evaluate(writer, team, tasks, held_out, config, step, "before")
         with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
-            saved = step
+            saved, whole = step, True
             try:
                 while step < config.train.steps:
-                    row, scored = _step(trainer, arm, team, tasks, step)
-                    writer.write_step(step, row)
-                    writer.write_transcripts(step, "train", [_transcript(team, s) for s in scored[:_TRAIN_TRANSCRIPTS]])
-                    progress.update(row)
-                    step += 1
-                    if step % config.train.save_every == 0 or step == config.train.steps:
-                        _save(policy, arm, step)
-                        saved = step
+                    t0, retries = time.perf_counter(), team.retries
+                    scored, seconds = _rollout(arm, team, tasks, step)
+                    # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
+                    # rows and checkpoint of different steps. It waits until the block is done.
+                    with _shielded():
+                        whole = False
+                        row = _learn(trainer, arm, team, tasks, step, scored, seconds)
+                        row["engine/retries"] = float(team.retries - retries)
+                        row["time/step_s"] = time.perf_counter() - t0
+                        writer.write_step(step, row)
+                        shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
+                        writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
+                        progress.update(row)
+                        step += 1
+                        if step % config.train.save_every == 0 or step == config.train.steps:
+                            _save(policy, arm, step)
+                            saved = step
+                        whole = True
                     if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                         _evaluate(writer, team, tasks, held_out, config, step, "during")
             except KeyboardInterrupt:
-                if saved != step:
+                # A second interrupt breaks the block itself: then only the last checkpoint is sound.
+                if whole and saved != step:
                     with _shielded():
                         _save(policy, arm, step)
                 raise
@@ -166,41 +177,36 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
             _evaluate(writer, team, tasks, held_out, config, step, "after")
 
 
-def _step(
-    trainer: Trainer, arm: Arm, team: Team, tasks: TaskSet, step: int
-) -> tuple[dict[str, float | None], list[ScoredSample]]:
-    config = arm.config
-    t0, retries = time.perf_counter(), team.retries
-    prompts = tasks.train_prompts(step, config.train.prompts_per_step)
-    scored, seconds = rollout(
-        team,
-        tasks,
-        prompts,
-        step,
-        config.train.samples_per_prompt,
-        tandem=config.tandem.enabled,
-        score=config.opd.enabled,
-    )
-    rows, group_metrics = build_rows(scored, config)
-    # From here to the new weights on the server there is no half-way: an interrupt waits until the step is whole.
-    with _shielded():
-        t1 = time.perf_counter()
-        train_metrics = trainer.update(rows)
-        t2 = time.perf_counter()
-        _send(trainer.policy, arm, team, step + 1)
-        t3 = time.perf_counter()
-        row: dict[str, float | None] = {
-            **rollout_metrics(scored, tasks),
-            **group_metrics,
-            **train_metrics,
-            **seconds,
-            "engine/retries": float(team.retries - retries),
-            "engine/weight_version": float(step),
-            "time/train_s": t2 - t1,
-            "time/sync_s": t3 - t2,
-            "time/step_s": t3 - t0,
-        }
-    return row, scored
+def _rollout(arm: Arm, team: Team, tasks: TaskSet, step: int) -> tuple[list[ScoredSample], dict[str, float]]:
+    train, tandem, opd = arm.config.train, arm.config.tandem.enabled, arm.config.opd.enabled
+    prompts = tasks.train_prompts(step, train.prompts_per_step)
+    return rollout(team, tasks, prompts, step, train.samples_per_prompt, tandem=tandem, score=opd)
+
+
+def _learn(
+    trainer: Trainer,
+    arm: Arm,
+    team: Team,
+    tasks: TaskSet,
+    step: int,
+    scored: list[ScoredSample],
+    seconds: dict[str, float],
+) -> dict[str, float | None]:
+    """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
+    rows, group_metrics = build_rows(scored, arm.config)
+    t1 = time.perf_counter()
+    train_metrics = trainer.update(rows)
+    t2 = time.perf_counter()
+    _send(trainer.policy, arm, team, step + 1)
+    return {
+        **rollout_metrics(scored, tasks),
+        **group_metrics,
+        **train_metrics,
+        **seconds,
+        "engine/weight_version": float(step),
+        "time/train_s": t2 - t1,
+        "time/sync_s": time.perf_counter() - t2,
+    }
 
 
 def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:

@@ -132,7 +132,21 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     assert servers_of(run) == [], "the killed run's servers are gone too"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT])
+def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    config = settings(trio, tmp_path / "runs", control=False)
+    run = tmp_path / "runs" / "r"
+    process = start(config, tmp_path)
+    for step in (1, 2):
+        wait_for_steps(process, run, step)
+        for pid in servers_of(run)[step - 1 :]:
+            os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "restarted the" in err
+    assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(trio, tmp_path: Path, number: int) -> None:  # type: ignore[no-untyped-def]
     changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False}
     run = tmp_path / "runs" / "r"
@@ -147,6 +161,45 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(trio, tmp_path: Path, n
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
     assert (run / "report.html").exists()
     assert servers_of(run) == []
+
+
+@pytest.mark.parametrize("where", ["update", "send", "write"])
+def test_an_interrupt_inside_a_step_waits_until_the_step_is_whole(
+    trio, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:  # type: ignore[no-untyped-def]
+    from slime_tandem.local import run as module
+    from slime_tandem.local.team import Team
+    from slime_tandem.local.trainer import Trainer
+    from slime_tandem.report.writer import RunWriter
+
+    owner, name = {
+        "update": (Trainer, "update"),
+        "send": (Team, "send_weights"),
+        "write": (RunWriter, "write_step"),
+    }[where]
+    original = getattr(owner, name)
+    calls = 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = original(*args, **kwargs)
+        calls += 1
+        # The second update, its weights (the first weights sent are the start's), its row.
+        if calls == 2 + (where == "send"):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    config = RunConfig.from_mapping(settings(trio, tmp_path / "runs", control=False))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"save_every": 1000})})
+    run = tmp_path / "runs" / "r"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            module.train(config)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000002"]
+    assert [r["step"] for r in rows(run / "metrics.jsonl")] == [0, 1]
+    module.train(config, resume=True)
+    assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
 def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
