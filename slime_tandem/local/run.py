@@ -259,13 +259,21 @@ def _shielded() -> Iterator[None]:
 
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that a scheduler's stop also leaves a checkpoint and no process."""
+    """Treat SIGTERM like Ctrl-C, so that a scheduler's stop also leaves a checkpoint and no process.
+
+    SIGINT gets Python's own handler even where it was ignored: a shell that starts a job in the background without job
+    control ignores it, Python then installs none, and both signals would be lost.
+    """
 
     def handler(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    previous = signal.signal(signal.SIGTERM, handler)
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, handler),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -50,7 +50,9 @@ def test_a_script_comes_up_quietly_on_loopback_without_children(tmp_path: Path) 
         "assert not any(pathlib.Path(t, 'children').read_text() for t in glob.glob('/proc/self/task/*'))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # Where a CUDA compiler but no GPU is installed, torch itself says so; that line is not ours.
+    noise = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (done.returncode, done.stdout, noise) == (0, "", [])
 
 
 def test_rope_angles_survive_inference_mode() -> None:

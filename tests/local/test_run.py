@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,32 @@ def settings(trio, runs: Path, **changes: Any) -> dict[str, Any]:  # type: ignor
     return {**BASE, "runs_dir": str(runs), "models": models, **changes}
 
 
-def start(config: dict[str, Any], folder: Path, *flags: str) -> subprocess.Popen[str]:
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _reap() -> Iterator[None]:
+    """A test that fails in the middle leaves no run behind it, for the sake of the tests after it."""
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def start(
+    config: dict[str, Any], folder: Path, *flags: str, before_exec: Callable[[], object] | None = None
+) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(path), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before_exec
+    )
+    _started.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -146,11 +167,19 @@ def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: P
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
+def ignore_sigint() -> None:
+    """What a shell does to a job that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("before_exec", [None, ignore_sigint])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_a_checkpoint_and_no_process(trio, tmp_path: Path, number: int) -> None:  # type: ignore[no-untyped-def]
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(
+    trio, tmp_path: Path, number: int, before_exec: Callable[[], object] | None
+) -> None:  # type: ignore[no-untyped-def]
     changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False}
     run = tmp_path / "runs" / "r"
-    process = start(settings(trio, tmp_path / "runs", **changes), tmp_path)
+    process = start(settings(trio, tmp_path / "runs", **changes), tmp_path, before_exec=before_exec)
     wait_for_steps(process, run, 2)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
