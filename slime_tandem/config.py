@@ -58,6 +58,13 @@ class TandemConfig(Section):
     boundary_token_ids: tuple[int, ...] | None = Field(
         None, description="ids after which a run ends; null: every id whose bytes begin with a space (the paper's rule)"
     )
+    junior_tokenizer: Literal["same", "any"] = Field(
+        "same", description="any: the junior may have another tokenizer; handoffs then pass bytes (rollout/spelling.py)"
+    )
+    on_unexpressible: Literal["senior", "error"] = Field(
+        "senior",
+        description="a junior run whose bytes the senior's vocabulary cannot spell: the senior writes it, or the sample fails",
+    )
     junior_token_loss_weight: float = Field(
         0.0, ge=0.0, description="policy-gradient weight of junior tokens (not the paper's lambda_jun); paper: 0"
     )
@@ -70,6 +77,12 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus mass")
     top_k: int = Field(-1, ge=-1, description="-1: whole vocabulary")
     max_new_tokens: int = Field(64, ge=1, description="response cap in tokens, both authors together")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="strings that end the response, whoever writes them; left out of its text"
+    )
+    on_failed_sample: Literal["stop", "drop_sample"] = Field(
+        "stop", description="what happens when an engine refuses a response or answers it unusably after all repeats"
+    )
 
 
 class OpdConfig(Section):
@@ -166,6 +179,13 @@ class EngineConfig(Section):
     max_batch: int = Field(256, ge=1, description="sequences an embedded server decodes at once")
     cache_tokens: int = Field(65536, ge=256, description="KV cache of an embedded server, in tokens")
     threads: int = Field(1, ge=1, description="torch threads of an embedded server")
+    sessions: bool = Field(
+        False,
+        description="keep contexts on the servers and send new tokens only: traffic grows linearly with the response",
+    )
+    tokens_per_request: int | None = Field(
+        None, ge=1, description="most tokens asked for in one co-writing request; null: whole runs"
+    )
 
 
 class RunConfig(Section):
@@ -230,6 +250,11 @@ class RunConfig(Section):
                 "from. Remedy: raise objective.reward_coef, or switch opd on"
             )
         t = self.tandem
+        if t.enabled and t.junior_token_loss_weight > 0 and s.temperature != 1.0:
+            raise ValueError(
+                f"tandem.junior_token_loss_weight={t.junior_token_loss_weight:g}: expected sampling.temperature=1, because "
+                "engines score given tokens at temperature 1. Remedy: set sampling.temperature=1, or the weight to 0"
+            )
         if t.boundary_token_ids is not None and t.selection_strategy not in ("word", "sentence"):
             raise ValueError(
                 f"tandem.boundary_token_ids={list(t.boundary_token_ids)}: expected null, because "

@@ -75,9 +75,13 @@ class AuthorRun:
 class TandemSample:
     """One co-written response. All per-token tuples have length R.
 
-    `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature.
-    `authorship_mask` is 1 where the senior wrote the token, 0 where the junior did.
-    `discarded_tokens` were generated past a handoff and dropped; `requests` is the number of engine requests.
+    `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature; 0.0 in inserted text.
+    `authorship_mask` is 1 where the senior wrote the token, else 0. `inserted` lists the spans `[start, stop)` that nobody
+    sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there.
+    `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
+    empty if not asked for. `fallback_runs`: run numbers that were the junior's by the rule and that the senior wrote,
+    because the junior's text has no exact form in the senior's vocabulary. `discarded_tokens` were generated past a
+    handoff and dropped; `requests` is the number of engine requests.
 
     >>> s = TandemSample(SampleKey(0, 0, 0), 0, Prompt("p", (), None, "t"), (1, 2), (5, 6, 7), (1, 1, 0),
     ...                  (-0.1, -0.2, -0.3), "stop", " 4 2", (AuthorRun(1, 0, 2, "0"), AuthorRun(0, 2, 3, "0")))
@@ -97,12 +101,15 @@ class TandemSample:
     runs: tuple[AuthorRun, ...]
     discarded_tokens: int = 0
     requests: int = 0
+    inserted: tuple[tuple[int, int], ...] = ()
+    senior_log_probs: tuple[float, ...] = ()
+    fallback_runs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         R = len(self.response_ids)
-        for name in ("authorship_mask", "log_probs"):
+        for name in ("authorship_mask", "log_probs", "senior_log_probs"):
             n = len(getattr(self, name))
-            if n != R:
+            if n != R and not (name == "senior_log_probs" and n == 0):
                 raise DataError(
                     explain(
                         f"TandemSample.{name}", f"length {n}", f"length {R}, one per response token", "see the engine"
@@ -110,15 +117,38 @@ class TandemSample:
                 )
 
     @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """[R]: 1 where a model sampled the token, 0 in inserted text."""
+        mask = [1] * len(self.response_ids)
+        for start, stop in self.inserted:
+            mask[start:stop] = [0] * (stop - start)
+        return tuple(mask)
+
+    @property
     def senior_tokens(self) -> int:
         """Response tokens written by the senior."""
         return sum(self.authorship_mask)
 
     @property
+    def junior_tokens(self) -> int:
+        """Response tokens written by the junior."""
+        return sum(self.loss_mask) - self.senior_tokens
+
+    @property
     def switches(self) -> int:
-        """How often the author changes between neighbouring tokens."""
-        m = self.authorship_mask
-        return sum(a != b for a, b in itertools.pairwise(m))
+        """How often the author changes between neighbouring sampled tokens."""
+        authors = [a for a, sampled in zip(self.authorship_mask, self.loss_mask, strict=True) if sampled]
+        return sum(a != b for a, b in itertools.pairwise(authors))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSample:
+    """A response that could not be written, and why; it takes the place of its sample, so that none is lost."""
+
+    key: SampleKey
+    group_id: int
+    prompt: Prompt
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

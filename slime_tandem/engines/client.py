@@ -1,19 +1,23 @@
 """The async HTTP client for SGLang's native API: our embedded server and real SGLang alike.
 
 Disconnects, time-outs and 5xx answers are retried with exponential back-off; that is safe because draws depend on the
-sampling seed and the position only, so a repeated request gives the same tokens. 4xx answers are raised at once. Every answer
-is checked before it is handed on: a missing, misplaced or non-finite log-prob is an error, never a guess.
+sampling seed and the position only, so a repeated request gives the same tokens. A repeat has a name of its own on the
+wire, and one that timed out is aborted first: SGLang refuses a name that is still at work. 4xx answers are raised at
+once. Every answer is checked before it is handed on: a missing, misplaced or non-finite log-prob is asked for again, then
+an error, never a guess.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
 import random
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -29,6 +33,8 @@ from slime_tandem.errors import (
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
+_UNUSABLE_RETRIES = 2
+"""Repeats of an answer that lacks something: SGLang loses a log-prob of a retracted request, the next try has it."""
 _RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
 
 
@@ -36,7 +42,8 @@ class EngineClient:
     """One server, one connection pool. Use as an async context manager.
 
     `role` names the server in errors (senior, junior, teacher). `timeout_s` bounds one try; `max_retries` further tries follow,
-    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened.
+    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened, `requests_sent` and
+    `bytes_sent` the HTTP requests and the bytes of their bodies.
 
     >>> EngineClient("http://127.0.0.1:30000/", role="junior").base_url
     'http://127.0.0.1:30000'
@@ -56,6 +63,10 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self.role = role
         self.retries = 0
+        self.requests_sent = 0
+        self.bytes_sent = 0
+        # Several clients may share a server (two runs and one junior): their request names must differ.
+        self._name = secrets.token_hex(4)
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._max_retries = max_retries
@@ -79,18 +90,68 @@ class EngineClient:
         """Answer all requests, in order, in one HTTP request; none for an empty list.
 
         Requests with `session_params` travel one by one (SGLang takes one session per call). Raises EngineRejectedError,
-        EngineUnavailableError, and EngineError for an answer that does not hold what was asked for.
+        EngineUnavailableError, and EngineError for an answer that, asked for again, still does not hold what was asked for.
         """
         if not requests:
             return []
         if len(requests) > 1 and any(r.session_params is not None for r in requests):
             single = await asyncio.gather(*(self.generate([r]) for r in requests))
             return [result for [result] in single]
-        answer = await self._call("POST", "/generate", _generate_body(requests))
-        if not isinstance(answer, list) or len(answer) != len(requests):
+        results: dict[int, GenerateResult] = {}
+        for repeat in itertools.count():
+            missing = [i for i in range(len(requests)) if i not in results]
+            fault = await self._generate_once(requests, missing, repeat, results)
+            if fault is None:
+                return [results[i] for i in range(len(requests))]
+            if repeat >= min(_UNUSABLE_RETRIES, self._max_retries):
+                raise fault
+            self.retries += 1
+        raise AssertionError("unreachable")
+
+    async def _generate_once(
+        self, requests: Sequence[GenerateRequest], which: Sequence[int], repeat: int, results: dict[int, GenerateResult]
+    ) -> EngineError | None:
+        """Ask for the requests `which` and fill in the usable answers; the fault of the last unusable one, None if there
+        is none."""
+        part = [requests[i] for i in which]
+
+        def rids(attempt: int) -> list[str]:
+            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") for r in part]
+
+        attempts = 0
+
+        def body(attempt: int) -> dict[str, Any]:
+            nonlocal attempts
+            attempts = attempt
+            return _generate_body(part, rids(attempt))
+
+        async def give_up(attempt: int) -> None:
+            await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
+
+        answer = await self._call("POST", "/generate", body, on_timeout=give_up)
+        if not isinstance(answer, list) or len(answer) != len(part):
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
-            raise self._bad("/generate", got, f"a list of {len(requests)} answers")
-        return [self._result(request, one) for request, one in zip(requests, answer, strict=True)]
+            return self._bad("/generate", got, f"a list of {len(part)} answers")
+        fault: EngineError | None = None
+        for i, request, rid, one in zip(which, part, rids(attempts), answer, strict=True):
+            try:
+                results[i] = self._result(request, rid, one)
+            except EngineError as error:
+                fault = error
+        return fault
+
+    def _wire_rid(self, rid: str, attempt: str = "") -> str:
+        """SGLang aborts by prefix (scheduler.py, abort_request): the dot keeps `1` from naming `10` as well."""
+        return f"{self._name}-{rid}.{attempt}"
+
+    async def _abort_quietly(self, rid: str) -> None:
+        with contextlib.suppress(*_RETRIED):
+            async with self._open().post(
+                f"{self.base_url}/abort_request",
+                json={"rid": rid},
+                timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S),
+            ) as response:
+                await response.read()
 
     async def health(self) -> bool:
         """Whether GET /health answers 200 within five seconds; one try."""
@@ -150,8 +211,8 @@ class EngineClient:
             )
 
     async def abort(self, rid: str) -> None:
-        """Abort the running request `rid`; it is answered with finish reason abort."""
-        await self._call("POST", "/abort_request", {"rid": rid}, parse=False)
+        """Abort the running request `rid` of this client; it is answered with finish reason abort."""
+        await self._call("POST", "/abort_request", {"rid": self._wire_rid(rid)}, parse=False)
 
     async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
         """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""
@@ -170,14 +231,28 @@ class EngineClient:
             raise RuntimeError("EngineClient is closed: use it inside `async with`")
         return self._session
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, parse: bool = True) -> Any:
-        """One request with retries; returns the parsed JSON (None with `parse=False`)."""
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
+        *,
+        parse: bool = True,
+        on_timeout: Callable[[int], Awaitable[None]] | None = None,
+    ) -> Any:
+        """One request with retries; returns the parsed JSON (None with `parse=False`).
+
+        `body` may depend on the attempt (0, 1, ...); `on_timeout` is awaited with the attempt that timed out before the next.
+        """
         url = f"{self.base_url}{path}"
-        data = None if body is None else json.dumps(body, allow_nan=False).encode()
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         cause = ""
         for attempt in itertools.count():
             stale = False
+            content = body(attempt) if callable(body) else body
+            data = None if content is None else json.dumps(content, allow_nan=False).encode()
+            self.requests_sent += 1
+            self.bytes_sent += len(data or b"")
             try:
                 async with self._open().request(
                     method, url, data=data, headers={"Content-Type": "application/json"}, timeout=timeout
@@ -200,6 +275,8 @@ class EngineClient:
                 cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 # The server closed an idle kept-alive connection just as it was used again: nothing to wait for.
                 stale = attempt == 0 and isinstance(error, aiohttp.ServerDisconnectedError)
+                if on_timeout is not None and isinstance(error, TimeoutError):
+                    await on_timeout(attempt)
             if attempt >= self._max_retries:
                 raise EngineUnavailableError(
                     explain(
@@ -226,7 +303,7 @@ class EngineClient:
         remedy = "check the server's version and log, and any router between"
         return EngineError(explain(f"{self.role} engine {self.base_url} {field}", value, expected, remedy))
 
-    def _result(self, request: GenerateRequest, answer: Any) -> GenerateResult:
+    def _result(self, request: GenerateRequest, wire_rid: str, answer: Any) -> GenerateResult:
         """Check one answer object and take it apart."""
         where = f"answer {request.rid!r}"
         try:
@@ -238,8 +315,8 @@ class EngineClient:
             raise self._bad(
                 where, repr(answer)[:120], f"meta_info and output_ids as SGLang sends them ({error!r})"
             ) from None
-        if rid != request.rid:
-            raise self._bad(f"{where} meta_info.id", rid, f"{request.rid!r}, answers in the order of the requests")
+        if rid != wire_rid:
+            raise self._bad(f"{where} meta_info.id", rid, f"{wire_rid!r}, answers in the order of the requests")
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         log_probs: tuple[float, ...] = ()
@@ -285,6 +362,7 @@ class EngineClient:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             input_log_probs=input_log_probs,
             input_ids=given_ids,
+            served_rid=wire_rid,
             **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
         )
 
@@ -322,9 +400,9 @@ class EngineClient:
         return float(value)
 
 
-def _generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "rid": [r.rid for r in requests],
+        "rid": rids,
         "input_ids": [r.input_ids for r in requests],
         "sampling_params": [r.sampling_params() for r in requests],
         "return_logprob": [r.return_logprob for r in requests],

@@ -21,7 +21,8 @@ class GenerateRequest:
     """One sequence to continue (or, with `max_new_tokens=0`, only to score).
 
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
-    that completes a stop string / regex match stays in `output_ids`.
+    that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
+    requests of one response share, for `engines.sessions`.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]
     4
@@ -42,6 +43,7 @@ class GenerateRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: tuple[int, ...] | None = None
     session_params: dict[str, Any] | None = None
+    conversation: str | None = None
 
     def sampling_params(self) -> dict[str, Any]:
         """The `sampling_params` object of the wire format."""
@@ -69,6 +71,7 @@ class GenerateResult:
 
     `output_log_probs` [n] nats, one per output id (empty if not asked for). `input_log_probs` covers positions
     `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
+    `served_rid` is the request's name on the wire (the client's repeats have names of their own), by which a session continues.
     `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
     """
 
@@ -87,6 +90,7 @@ class GenerateResult:
     input_top_logprobs: tuple[TopLogProbs | None, ...] = ()
     output_token_ids_logprobs: tuple[TopLogProbs, ...] = ()
     input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
+    served_rid: str = ""
 
 
 class Engine(Protocol):

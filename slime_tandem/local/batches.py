@@ -11,16 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.errors import DataError, TeacherScoreError, explain
 from slime_tandem.objective.advantages import group_advantages
-from slime_tandem.types import SENIOR, FloatArray, ScoredSample
+from slime_tandem.types import SENIOR, FloatArray, ScoredSample, TandemSample
 
 
 @dataclass(frozen=True)
 class TrainRow:
     """One sample for the trainer.
 
-    `tokens` prompt and response; `old_log_probs` [R] nats of the authoring model; `advantage` of the sample; `weights` [R]
+    `tokens` prompt and response; `old_log_probs` [R] nats under the senior that wrote, of the junior itself where its
+    tokens carry no weight; `advantage` of the sample; `weights` [R]
     policy-gradient weights; `opd_mask` [R] 1.0 on senior-written aligned tokens; `teacher_log_probs` [R] nats.
     """
 
@@ -66,13 +67,28 @@ def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list
                 tokens=sample.prompt_ids + sample.response_ids,
                 group_id=sample.group_id,
                 advantage=float(advantage),
-                old_log_probs=np.asarray(sample.log_probs, dtype=np.float64),
-                weights=np.where(senior, 1.0, config.tandem.junior_token_loss_weight),
+                old_log_probs=_old_log_probs(sample, config.tandem.junior_token_loss_weight),
+                weights=np.where(senior, 1.0, config.tandem.junior_token_loss_weight) * np.asarray(sample.loss_mask),
                 opd_mask=(senior & teacher.mask).astype(np.float64) if teacher else np.zeros(R),
                 teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
             )
         )
     return rows, {"group/zero_variance_fraction": flat, "opd/failed_samples": float(failed)}
+
+
+def _old_log_probs(sample: TandemSample, junior_weight: float) -> FloatArray:
+    """The old policy of the ratio: the senior's log-probs, also on junior tokens as soon as these carry weight."""
+    if junior_weight > 0 and not sample.senior_log_probs and sample.junior_tokens:
+        raise DataError(
+            explain(
+                f"TandemSample.senior_log_probs of {sample.key}",
+                "none",
+                f"one per token, because tandem.junior_token_loss_weight={junior_weight:g}",
+                "write the samples with score_junior",
+            )
+        )
+    values = sample.senior_log_probs if junior_weight > 0 and sample.senior_log_probs else sample.log_probs
+    return np.asarray(values, dtype=np.float64)
 
 
 def mini_batches(rows: Sequence[TrainRow], n: int) -> Iterator[list[TrainRow]]:

@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
-from slime_tandem.errors import EngineUnavailableError, TeacherScoreError, WeightVersionError
+from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
 from slime_tandem.local.tasks import TaskSet
 from slime_tandem.local.team import Team
-from slime_tandem.types import AlignedScores, Prompt, ScoredSample, TandemSample
+from slime_tandem.types import AlignedScores, FailedSample, Prompt, ScoredSample, TandemSample
 
 T = TypeVar("T")
 _MAX_RESTARTS = 3
@@ -47,12 +47,18 @@ def rollout(
     tandem: bool,
     score: bool,
 ) -> tuple[list[ScoredSample], dict[str, float]]:
-    """(scored samples, seconds): `time/rollout_s` and `time/scoring_s`. Samples are in prompt order, group by group.
+    """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`. Samples are in prompt order.
 
-    `tandem=False`: the senior writes alone. `score=False`: no teacher is asked.
+    `tandem=False`: the senior writes alone. `score=False`: no teacher is asked. Raises EngineError for a sample that
+    could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written.
     """
     t0 = time.perf_counter()
-    samples = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
+    written = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
+    samples = [s for s in written if isinstance(s, TandemSample)]
+    failed = [s for s in written if isinstance(s, FailedSample)]
+    if failed and (team.config.sampling.on_failed_sample == "stop" or not samples):
+        first = failed[0]
+        raise EngineError(f"{len(failed)} of {len(written)} samples could not be written; {first.key}: {first.reason}")
     rewards = [tasks.reward(s.prompt, s.text) for s in samples]
     t1 = time.perf_counter()
     scores = with_revival(team, lambda: _score(team, samples)) if score else [None] * len(samples)
@@ -61,7 +67,7 @@ def rollout(
         ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
         for s, r, a in zip(samples, rewards, scores, strict=True)
     ]
-    return scored, {"time/rollout_s": t1 - t0, "time/scoring_s": t2 - t1}
+    return scored, {"time/rollout_s": t1 - t0, "time/scoring_s": t2 - t1, "rollout/failed_samples": float(len(failed))}
 
 
 def _score(team: Team, samples: Sequence[TandemSample]) -> Sequence[AlignedScores | TeacherScoreError | None]:
@@ -74,6 +80,7 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet) -> dict[str,
     samples = [s.sample for s in scored]
     tokens = np.array([len(s.response_ids) for s in samples])
     senior = np.array([s.senior_tokens for s in samples])
+    junior = np.array([s.junior_tokens for s in samples])
     total = float(max(tokens.sum(), 1))
     metrics: dict[str, float | None] = {
         "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
@@ -81,11 +88,12 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet) -> dict[str,
         "rollout/response_tokens_mean": float(tokens.mean()),
         "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tandem/senior_token_fraction": float(senior.sum() / total),
-        "tandem/junior_token_fraction": float((tokens.sum() - senior.sum()) / total),
+        "tandem/junior_token_fraction": float(junior.sum() / total),
         "tandem/switches_per_seq": float(np.mean([s.switches for s in samples])),
         "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
         "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
+        "tandem/fallback_runs": float(sum(len(s.fallback_runs) for s in samples)),
     }
     metrics.update(teacher_metrics(scored))
     return metrics

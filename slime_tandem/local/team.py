@@ -19,13 +19,17 @@ from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.hf import check_model_folder
 from slime_tandem.engines.launch import ServerProcess
+from slime_tandem.engines.protocol import Engine
+from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import ConfigError, explain
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
 from slime_tandem.rollout.boundaries import resolve_boundaries
+from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter, write_lockstep
-from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
+from slime_tandem.rollout.spelling import JuniorText
+from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 Role = Literal["senior", "junior", "teacher"]
 
@@ -49,8 +53,11 @@ class Team:
         trust = config.models.trust_remote_code
         self.tokenizers = {r: ModelTokenizer.load(f, trust_remote_code=trust) for r, f in self.folders.items()}
         self.student = self.tokenizers["senior"]
-        if config.tandem.enabled:
+        self.spellers = None
+        if config.tandem.enabled and config.tandem.junior_tokenizer == "same":
             require_same_tokenizer(self.student, self.tokenizers["junior"])
+        elif config.tandem.enabled:
+            self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
         boundary = resolve_boundaries(config.tandem, self.student.tokens.table, self.student.tokens.special)
         self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
         self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
@@ -155,40 +162,54 @@ class Team:
             self.send_weights(self._senior_weights, self.senior_version)
         return dead
 
-    def write(self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool) -> list[TandemSample]:
+    def write(
+        self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool
+    ) -> list[TandemSample | FailedSample]:
         """Write `per_prompt` responses for every prompt, in order; a pure function of the weights, prompts and rollout id.
 
         Every server forgets its cache first: a cached prefix would change the last bits of the log-probs, and a resumed run
         could not repeat an uninterrupted one.
         """
         rule = self.tandem_rule if tandem else self.solo_rule
-        writers = []
-        for group, prompt in enumerate(prompts):
-            prompt_ids = self.student.render(prompt.messages)
-            for i in range(per_prompt):
-                key = SampleKey(self.config.seed, rollout_id, group * per_prompt + i)
-                writers.append(
-                    TandemWriter(
-                        key,
-                        group,
-                        prompt,
-                        prompt_ids,
-                        rule,
-                        self.config.sampling,
-                        eos_ids=self.student.tokens.eos_ids,
-                        decode=self.student.decode,
-                        custom_boundary=self.config.tandem.boundary_token_ids is not None,
-                    )
-                )
+        writers = [
+            self._writer(SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule)
+            for group, prompt in enumerate(prompts)
+            for i in range(per_prompt)
+        ]
         return self.runner.run(self._write(writers))
 
-    async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample]:
+    def _writer(self, key: SampleKey, group: int, prompt: Prompt, rule: HandoffRule) -> TandemWriter:
+        t = self.config.tandem
+        junior_text = None
+        if self.spellers is not None and rule is self.tandem_rule:
+            junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
+        return TandemWriter(
+            key,
+            group,
+            prompt,
+            self.student.render(prompt.messages),
+            rule,
+            self.config.sampling,
+            self.student.tokens,
+            custom_boundary=t.boundary_token_ids is not None,
+            score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
+            junior_text=junior_text,
+            refuse_fallback=t.on_unexpressible == "error",
+            tokens_per_request=self.config.engine.tokens_per_request,
+        )
+
+    async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample | FailedSample]:
         for client in self.clients.values():
             await client.flush_cache()
-        engines = {SENIOR: self.clients["senior"]}
+        clients = {SENIOR: self.clients["senior"]}
         if "junior" in self.clients:
-            engines[JUNIOR] = self.clients["junior"]
-        return await write_lockstep(writers, engines, senior_version=self.senior_version)
+            clients[JUNIOR] = self.clients["junior"]
+        async with contextlib.AsyncExitStack() as stack:
+            engines: dict[int, Engine] = dict(clients)
+            if self.config.engine.sessions:
+                for author, client in clients.items():
+                    engines[author] = await stack.enter_async_context(SessionEngine(client))
+            return await write_lockstep(writers, engines, senior_version=self.senior_version)
 
     def teacher(self) -> Teacher:
         """The scorer; only where `opd.enabled`."""

@@ -11,6 +11,7 @@ from typing import Any
 from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.engines.hf import load_tokenizer
 from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
+from slime_tandem.rollout.spelling import Speller
 from slime_tandem.types import Message
 
 
@@ -52,6 +53,12 @@ class ModelTokenizer:
         """One token for the eye: its text, or the name of a special token."""
         data = self.tokens.of(token)
         return data.decode("utf-8", "replace") if data is not None else str(self.hf.convert_ids_to_tokens(token))
+
+    def speller(self) -> Speller:
+        """What `rollout.spelling` needs to write bytes in this vocabulary."""
+        special = self.tokens.special - self.tokens.eos_ids
+        names = {str(self.hf.convert_ids_to_tokens(i)): i for i in special if i < len(self.tokens.table)}
+        return Speller(self.tokens, self.encode, self.end_of_turn, names)
 
     @property
     def end_of_turn(self) -> int:

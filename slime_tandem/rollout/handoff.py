@@ -15,7 +15,7 @@ Strategies (Tandem RL, arXiv 2606.28166; the literal values are the paper's):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from slime_tandem.config import Strategy, TandemConfig
@@ -131,12 +131,28 @@ class HandoffRule:
                 return n
         return None
 
-    def authorship(self, key: SampleKey, tokens: Iterable[int]) -> tuple[int, ...]:
-        """The authorship_mask [R] of a response: 1 senior, 0 junior. Shares `ends_run` and `author` with the rollout."""
+    def authorship(
+        self,
+        key: SampleKey,
+        tokens: Sequence[int],
+        *,
+        inserted: Iterable[tuple[int, int]] = (),
+        fallback_runs: Collection[int] = (),
+    ) -> tuple[int, ...]:
+        """The authorship_mask [R] of a response: 1 senior, 0 junior. Shares `ends_run` and `author` with the rollout.
+
+        `inserted` spans `[start, stop)` hold text that nobody sampled: 0 there, and the next run starts after them.
+        `fallback_runs` are run numbers that the senior wrote in the junior's place (`TandemSample.fallback_runs`).
+        """
         akey, run, length = author_key(key), 0, 0
+        foreign = {i for start, stop in inserted for i in range(start, stop)}
         mask = []
-        for token in tokens:
-            mask.append(self.author(akey, run))
+        for i, token in enumerate(tokens):
+            if i in foreign:
+                run, length = run + (length > 0), 0
+                mask.append(0)
+                continue
+            mask.append(SENIOR if run in fallback_runs else self.author(akey, run))
             length += 1
             if self.ends_run(token, length):
                 run, length = run + 1, 0

@@ -1,26 +1,29 @@
-"""The co-writing loop: senior and junior write one response in turns, on two engines.
+"""One co-written response in the making: senior and junior write it in turns, on two engines. No I/O.
 
-`TandemWriter` is the loop without I/O: it says which engine to ask for what, and takes the answer. Two drivers feed it:
-`write_one` for a single sample as its own task, and `write_lockstep`, which asks each engine once per round with a batch
-of all samples that wait for it. Lockstep fixes which sequences an engine computes together, so a run repeats bit for bit.
-
-One request covers a chain of runs by the same author. Tokens that an engine wrote past a handoff are dropped and counted.
+`TandemWriter` says which engine to ask for what, and takes the answer; `rollout.drive` does the asking. One request covers a
+chain of runs by the same author. Tokens that an engine wrote past a handoff are dropped and counted.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Self
 
 from slime_tandem.config import SamplingConfig
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
-from slime_tandem.errors import EngineError, WeightVersionError, explain
+from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.errors import DataError, EngineError, explain
 from slime_tandem.rollout.boundaries import stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key, sampling_seed
+from slime_tandem.rollout.spelling import JuniorText
 from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FinishReason, Prompt, SampleKey, TandemSample
 
 ROLE = {SENIOR: "senior", JUNIOR: "junior"}
+_MAX_STOP_IDS = 64
+"""A user's own boundary table up to this size travels with each request; a larger one is cut here, not by the server."""
+_TOKENS_WITHOUT_STOP = 16
+"""Tokens per request where the server cannot stop at the boundary: mean runs are shorter, what is past a handoff is dropped."""
 
 
 class TandemWriter:
@@ -29,15 +32,23 @@ class TandemWriter:
     Ask `next_request()` who writes next and what to send, give the answer to `accept()`, until `done`; then `sample()`.
     Every token is checked against the authorship rule as it arrives.
 
+    `tokens`: the senior's vocabulary. `custom_boundary`: the rule's boundary ids are a user's own and need not show in
+    the text. `score_junior`: also collect the senior's log-probs of the junior's tokens; they come with the senior's next
+    request, and cost one request of their own for a junior run at the end. `junior_text`: needed where the junior has
+    another tokenizer. `refuse_fallback`: a junior run without an exact form in the senior's vocabulary is an error
+    instead of the senior's to write. `tokens_per_request`: ask for no more at once (a lockstep round then waits for no
+    long run).
+
     >>> rule = HandoffRule("word", 1.0, 32, 16, frozenset())
-    >>> w = TandemWriter(SampleKey(0, 0, 0), 0, Prompt("p", (), None, "t"), (1, 2), rule, SamplingConfig(max_new_tokens=8),
-    ...                  eos_ids=frozenset({0}), decode=str)
+    >>> tokens = TokenBytes((None, b"a", b" b"), special=frozenset({0}), eos_ids=frozenset({0}))
+    >>> prompt, sampling = Prompt("p", (), None, "t"), SamplingConfig(max_new_tokens=8)
+    >>> w = TandemWriter(SampleKey(0, 0, 0), 0, prompt, (1, 2), rule, sampling, tokens)
     >>> author, request = w.next_request()
     >>> author, request.input_ids, request.max_new_tokens
     (1, (1, 2), 8)
-    >>> w.accept(GenerateResult(request.rid, (7, 0), (-0.5, -0.1), "stop", "v0"))
-    >>> w.done, w.sample().authorship_mask, w.sample().finish_reason
-    (True, (1, 1), 'stop')
+    >>> w.accept(GenerateResult(request.rid, (2, 0), (-0.5, -0.1), "stop", "v0"))
+    >>> w.done, w.sample().authorship_mask, w.sample().finish_reason, w.sample().text
+    (True, (1, 1), 'stop', ' b')
     """
 
     def __init__(
@@ -48,17 +59,27 @@ class TandemWriter:
         prompt_ids: Sequence[int],
         rule: HandoffRule,
         sampling: SamplingConfig,
+        tokens: TokenBytes,
         *,
-        eos_ids: frozenset[int],
-        decode: Callable[[Sequence[int]], str],
         custom_boundary: bool = False,
+        score_junior: bool = False,
+        junior_text: JuniorText | None = None,
+        refuse_fallback: bool = False,
+        tokens_per_request: int | None = None,
     ) -> None:
+        if not prompt_ids:
+            raise DataError(
+                explain(f"prompt_ids of prompt {prompt.prompt_id!r}", "[]", "at least one token", "check the template")
+            )
         self.key, self.group_id, self.prompt = key, group_id, prompt
         self.prompt_ids = tuple(prompt_ids)
-        self.rule, self.sampling, self.eos_ids = rule, sampling, eos_ids
-        self._decode = decode
-        # A user's own boundary ids need not show in the text: the server then stops on the ids themselves.
-        self._stop_on_ids = tuple(sorted(rule.boundary)) if custom_boundary else None
+        self.rule, self.sampling, self.tokens = rule, sampling, tokens
+        self._custom_boundary = custom_boundary
+        self._score_junior = score_junior
+        self._junior_text = junior_text
+        self._refuse_fallback = refuse_fallback
+        self._tokens_per_request = tokens_per_request
+        self._stops = [stop.encode() for stop in sampling.stop]
         self._akey = author_key(key)
         self._seed = sampling_seed(key)
         self._run, self._run_length = 0, 0
@@ -66,75 +87,193 @@ class TandemWriter:
         self.response_ids: list[int] = []
         self._authors: list[int] = []
         self._log_probs: list[float] = []
+        self._senior_log_probs: list[float | None] = []
+        self._scored = 0  # response tokens before this one have their senior log-prob
         self._runs: list[AuthorRun] = []
+        self._inserted: list[tuple[int, int]] = []
+        self._fallback_runs: list[int] = []
+        self._turn = bytearray()  # text of the current turn, for stop strings that cross a handoff
+        self._cut = 0  # bytes at the end of the text that belong to a stop string
         self._discarded = 0
         self._requests = 0
         self._finish: FinishReason | None = None
 
+    @classmethod
+    def resume(
+        cls,
+        sample: TandemSample,
+        rule: HandoffRule,
+        sampling: SamplingConfig,
+        tokens: TokenBytes,
+        *,
+        custom_boundary: bool = False,
+        score_junior: bool = False,
+        junior_text: JuniorText | None = None,
+        refuse_fallback: bool = False,
+        tokens_per_request: int | None = None,
+    ) -> Self:
+        """Go on with an aborted sample: the same authors follow, the length cap counts what is there.
+
+        The senior's log-probs of what is there are asked for again, under the weights served now. Raises DataError for a
+        sample that was finished, or whose authorship is not the one of this rule (it was written under other settings).
+        """
+        writer = cls(
+            sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens,
+            custom_boundary=custom_boundary, score_junior=score_junior, junior_text=junior_text,
+            refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request,
+        )  # fmt: skip
+        if sample.finish_reason != "abort":
+            raise DataError(
+                explain(
+                    f"TandemSample.finish_reason of {sample.key}",
+                    sample.finish_reason,
+                    "abort",
+                    "resume aborted ones only",
+                )
+            )
+        again = rule.authorship(
+            sample.key, sample.response_ids, inserted=sample.inserted, fallback_runs=sample.fallback_runs
+        )
+        if again != sample.authorship_mask:
+            at = next(i for i, (a, b) in enumerate(zip(again, sample.authorship_mask, strict=True)) if a != b)
+            raise DataError(
+                explain(
+                    f"TandemSample.authorship_mask of {sample.key}",
+                    f"{sample.authorship_mask[at]} at token {at}",
+                    f"{again[at]}, what the rule prescribes",
+                    "resume with the tandem settings that the sample was written under",
+                )
+            )
+        writer._fallback_runs = list(sample.fallback_runs)
+        starts = dict(sample.inserted)
+        i = 0
+        while i < len(sample.response_ids):
+            if i in starts:
+                writer._finish = None
+                writer._insert(sample.response_ids[i : starts[i]])
+                i = starts[i]
+            else:
+                writer._append(sample.response_ids[i], sample.log_probs[i])
+                i += 1
+        writer._runs = list(sample.runs)
+        writer._discarded, writer._requests = sample.discarded_tokens, sample.requests
+        writer._scored = 0
+        if score_junior:
+            writer._senior_log_probs = [None] * len(sample.response_ids)
+        return writer
+
     @property
     def done(self) -> bool:
         """True when no further request is needed."""
-        return self._finish is not None
+        return self._finish is not None and not self._needs_last_score
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the response ended; None while it is being written."""
+        return self._finish
+
+    @property
+    def _needs_last_score(self) -> bool:
+        return self._score_junior and self._finish != "abort" and self._scored < len(self.response_ids)
+
+    def _author(self) -> int:
+        return SENIOR if self._run in self._fallback_runs else self.rule.author(self._akey, self._run)
 
     def next_request(self) -> tuple[int, GenerateRequest]:
-        """(author, request) for the chain of runs that the next author writes."""
+        """(author, request) for the chain of runs that the next author writes.
+
+        Raises EngineError where the response has no exact form in the junior's vocabulary and `refuse_fallback` is set.
+        """
         assert not self.done, "the response is finished"
-        author = self.rule.author(self._akey, self._run)
+        if self._finish is not None:
+            return self._request(SENIOR, self.prompt_ids + tuple(self.response_ids), 0, (), None)
+        author = self._author()
+        context: tuple[int, ...] | None = None
+        if author == JUNIOR and self._junior_text is not None:
+            context = self._junior_text.context(self.response_ids)
+            if context is None:
+                self._fall_back("the senior's text", "junior's")
+                author = SENIOR
+        if context is None:
+            context = self.prompt_ids + tuple(self.response_ids)
         budget = self.sampling.max_new_tokens - len(self.response_ids)
         pattern: str | None = None
-        stop_ids = tuple(sorted(self.eos_ids))
-        runs = self.rule.runs_until_change(self._akey, self._run, budget)
+        stop_ids = tuple(sorted(self._eos_ids(author)))
+        fallback = self._run in self._fallback_runs
+        runs = 1 if fallback else self.rule.runs_until_change(self._akey, self._run, budget)
         if runs is not None:
             if self.rule.run_cap is not None:
                 budget = min(budget, runs * self.rule.run_cap - self._run_length)
-            if self._stop_on_ids is not None:
-                stop_ids += self._stop_on_ids
-            else:
+            if not self._custom_boundary:
                 pattern = stop_regex(self.rule.strategy, runs)
+            elif len(self.rule.boundary) <= _MAX_STOP_IDS and (author == SENIOR or self._junior_text is None):
+                stop_ids += tuple(sorted(self.rule.boundary))
+            else:
+                budget = min(budget, _TOKENS_WITHOUT_STOP)
+        if self._tokens_per_request is not None:
+            budget = min(budget, self._tokens_per_request)
+        return self._request(author, context, budget, stop_ids, pattern)
+
+    def _request(
+        self, author: int, context: tuple[int, ...], budget: int, stop_ids: tuple[int, ...], pattern: str | None
+    ) -> tuple[int, GenerateRequest]:
         self._asked = author
+        score = author == SENIOR and self._score_junior and self._scored < len(self.response_ids)
         s = self.sampling
+        name = f"{self.key.seed}-{self.key.rollout_id}-{self.key.sample_index}"
         return author, GenerateRequest(
-            rid=f"{self.key.seed}-{self.key.rollout_id}-{self.key.sample_index}-{self._requests}",
-            input_ids=self.prompt_ids + tuple(self.response_ids),
+            rid=f"{name}-{self._requests}",
+            input_ids=context,
             max_new_tokens=budget,
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
             stop_token_ids=stop_ids,
+            stop=s.stop,
             stop_regex=(pattern,) if pattern else (),
             sampling_seed=self._seed,
+            # One position early: engines differ in whether they report the first one.
+            logprob_start_len=len(self.prompt_ids) + self._scored - 1 if score else -1,
+            conversation=name,
         )
 
     def accept(self, result: GenerateResult) -> None:
         """Take over the tokens that the asked author was entitled to write; drop and count the rest.
 
         Raises EngineError for an answer without a usable token, which would make the loop ask for ever, and for one
-        whose log-probs are missing or not finite.
+        whose log-probs are missing or not finite. The writer is then as it was, except that the request counts.
         """
         assert self._asked is not None, "next_request() comes first"
         author, self._asked = self._asked, None
         self._requests += 1
         start = len(self.response_ids)
         _check_log_probs(author, result)
-        for token, log_prob in zip(result.output_ids, result.output_log_probs, strict=True):
-            if self.done or self.rule.author(self._akey, self._run) != author:
+        if author == SENIOR and self._score_junior and self._scored < start and result.finish_reason != "abort":
+            self._take_scores(result, start)
+        if self._finish is not None:  # this was the request for the last scores alone
+            self._finish = "abort" if result.finish_reason == "abort" else self._finish
+            return
+        ids, log_probs, complete = result.output_ids, result.output_log_probs, True
+        if author == JUNIOR and self._junior_text is not None:
+            translation = self._junior_text.translate(ids, log_probs)
+            ids, log_probs, complete = translation.ids, translation.log_probs, translation.complete
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            if self._finish is not None or self._author() != author:
                 self._discarded += 1
                 continue
-            self.response_ids.append(token)
-            self._authors.append(author)
-            self._log_probs.append(log_prob)
-            self._run_length += 1
-            if token in self.eos_ids:
-                self._finish = "stop"
-            elif len(self.response_ids) >= self.sampling.max_new_tokens:
-                self._finish = "length"
-            if self.rule.ends_run(token, self._run_length):
-                self._run, self._run_length = self._run + 1, 0
+            self._append(token, log_prob)
         stop = len(self.response_ids)
+        if author == SENIOR and self._score_junior and self._scored == start:
+            self._senior_log_probs[start:stop] = self._log_probs[start:stop]
+            self._scored = stop
         if stop > start:
             self._runs.append(AuthorRun(author, start, stop, result.weight_version))
+        if author == JUNIOR and self._junior_text is not None:
+            self._junior_text.commit(self.response_ids[start:stop], result.output_ids)
         if result.finish_reason == "abort":
             self._finish = self._finish or "abort"
+        elif stop == start and not complete:
+            self._fall_back("the junior's text", "senior's")
         elif stop == start:
             raise EngineError(
                 explain(
@@ -145,11 +284,112 @@ class TandemWriter:
                 )
             )
 
+    def insert(self, ids: Sequence[int]) -> None:
+        """Go on after a finished turn with text that nobody sampled (a tool's output), in the senior's ids.
+
+        The next run starts after it. The length cap counts it; a text that does not fit is cut there.
+        """
+        assert self._finish == "stop", "text is inserted between turns"
+        self._finish = None
+        self._insert(ids[: self.sampling.max_new_tokens - len(self.response_ids)])
+        if len(self.response_ids) >= self.sampling.max_new_tokens:
+            self._finish = "length"
+
+    def _insert(self, ids: Sequence[int]) -> None:
+        start = len(self.response_ids)
+        if not ids:
+            return
+        self._inserted.append((start, start + len(ids)))
+        self.response_ids += ids
+        self._authors += [0] * len(ids)
+        self._log_probs += [0.0] * len(ids)
+        self._senior_log_probs += [None] * len(ids)
+        self._run, self._run_length = self._run + (self._run_length > 0), 0
+        self._turn.clear()
+        self._cut = 0
+
+    def _append(self, token: int, log_prob: float) -> None:
+        author = self._author()
+        self.response_ids.append(token)
+        self._authors.append(author)
+        self._log_probs.append(log_prob)
+        self._senior_log_probs.append(None)
+        self._run_length += 1
+        data = self.tokens.of(token) or b""
+        self._turn += data
+        if token in self.tokens.eos_ids:
+            self._finish = "stop"
+        elif found := self._stop_string(len(data)):
+            self._finish, self._cut = "stop", found
+        elif len(self.response_ids) >= self.sampling.max_new_tokens:
+            self._finish = "length"
+        if self.rule.ends_run(token, self._run_length):
+            self._run, self._run_length = self._run + 1, 0
+
+    def _stop_string(self, added: int) -> int:
+        """Bytes from the first stop string that the last `added` bytes completed to the end; 0: none."""
+        size = len(self._turn)
+        found = [at for s in self._stops if (at := self._turn.find(s, max(0, size - added - len(s) + 1))) >= 0]
+        return size - min(found) if found else 0
+
+    def _fall_back(self, what: str, whose: str) -> None:
+        if self._refuse_fallback:
+            raise EngineError(
+                explain(
+                    f"run {self._run} of sample {self.key}",
+                    what,
+                    f"text with an exact form in the {whose} vocabulary",
+                    "set tandem.on_unexpressible=senior, or use a junior of the senior's family",
+                )
+            )
+        self._fallback_runs.append(self._run)
+
+    def _take_scores(self, result: GenerateResult, stop: int) -> None:
+        """Fill the senior's log-probs of response tokens `_scored .. stop` from the input log-probs of an answer."""
+        n = stop - self._scored
+        values = result.input_log_probs[-n:]
+        if list(result.input_ids[-n:]) != self.response_ids[self._scored : stop]:
+            raise EngineError(
+                explain(
+                    f"senior input log-probs of {result.rid}",
+                    f"{len(result.input_log_probs)} values",
+                    f"one for each of the last {n} response tokens, with the ids that were sent",
+                    "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
+                )
+            )
+        for i, value in enumerate(values, start=self._scored):
+            if value is None or not math.isfinite(value):
+                raise EngineError(
+                    explain(
+                        f"senior input log-prob of {result.rid} at response token {i}",
+                        value,
+                        "a finite log-prob",
+                        "look at that server's log",
+                    )
+                )
+        # A senior token keeps the value that it was sampled with.
+        for i, value in enumerate(values, start=self._scored):
+            self._senior_log_probs[i] = self._log_probs[i] if self._authors[i] == SENIOR else value
+        for first, end in self._inserted:
+            self._senior_log_probs[first:end] = [0.0] * (end - first)
+        self._scored = stop
+
+    def _eos_ids(self, author: int) -> frozenset[int]:
+        if author == JUNIOR and self._junior_text is not None:
+            return self._junior_text.junior.tokens.eos_ids
+        return self.tokens.eos_ids
+
     def sample(self) -> TandemSample:
         """The finished response. The recorded authorship is proven equal to the recomputed one."""
-        assert self._finish is not None, "the response is not finished"
-        assert self.rule.authorship(self.key, self.response_ids) == tuple(self._authors)
-        body = self.response_ids[:-1] if self._finish == "stop" else self.response_ids
+        assert self.done, "the response is not finished"
+        assert self._finish is not None
+        inserted, fallback = tuple(self._inserted), tuple(self._fallback_runs)
+        authors = self.rule.authorship(self.key, self.response_ids, inserted=inserted, fallback_runs=fallback)
+        assert authors == tuple(self._authors)
+        scores: tuple[float, ...] = ()
+        if self._score_junior and self._finish != "abort":
+            scores = tuple(value for value in self._senior_log_probs if value is not None)
+        data = self.tokens.join(self.response_ids)
         return TandemSample(
             key=self.key,
             group_id=self.group_id,
@@ -159,10 +399,13 @@ class TandemWriter:
             authorship_mask=tuple(self._authors),
             log_probs=tuple(self._log_probs),
             finish_reason=self._finish,
-            text=self._decode(body),
+            text=data[: len(data) - self._cut].decode("utf-8", "replace"),
             runs=tuple(self._runs),
             discarded_tokens=self._discarded,
             requests=self._requests,
+            inserted=inserted,
+            senior_log_probs=scores,
+            fallback_runs=fallback,
         )
 
 
@@ -180,61 +423,3 @@ def _check_log_probs(author: int, result: GenerateResult) -> None:
             "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
         )
     )
-
-
-def _check_version(author: int, result: GenerateResult, expected: str | None) -> None:
-    if author == SENIOR and expected is not None and result.weight_version != expected:
-        raise WeightVersionError(
-            explain(
-                "senior weight_version",
-                result.weight_version,
-                repr(expected),
-                "the server was restarted or updated by somebody else; send the weights again",
-            )
-        )
-
-
-async def write_one(
-    writer: TandemWriter, engines: Mapping[int, Engine], *, senior_version: str | None = None
-) -> TandemSample:
-    """Write one response, free-running. `engines` maps SENIOR and JUNIOR to an engine.
-
-    Raises EngineError kinds of the engines, WeightVersionError if the senior serves other weights than `senior_version`.
-    """
-    while not writer.done:
-        author, request = writer.next_request()
-        (result,) = await engines[author].generate([request])
-        _check_version(author, result, senior_version)
-        writer.accept(result)
-    return writer.sample()
-
-
-async def write_lockstep(
-    writers: Sequence[TandemWriter],
-    engines: Mapping[int, Engine],
-    *,
-    senior_version: str | None = None,
-    on_round: Callable[[int], None] | None = None,
-) -> list[TandemSample]:
-    """Write many responses in rounds: one batched request per engine and round, both engines at the same time.
-
-    `on_round` is called with the number of finished responses. Raises like `write_one`.
-    """
-    while open_writers := [w for w in writers if not w.done]:
-        waiting: dict[int, list[tuple[TandemWriter, GenerateRequest]]] = {SENIOR: [], JUNIOR: []}
-        for writer in open_writers:
-            author, request = writer.next_request()
-            waiting[author].append((writer, request))
-        busy = [author for author, items in waiting.items() if items]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {a: group.create_task(engines[a].generate([r for _, r in waiting[a]])) for a in busy}
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        for author, task in tasks.items():
-            for (writer, _), result in zip(waiting[author], task.result(), strict=True):
-                _check_version(author, result, senior_version)
-                writer.accept(result)
-        if on_round is not None:
-            on_round(sum(w.done for w in writers))
-    return [w.sample() for w in writers]

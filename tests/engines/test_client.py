@@ -38,8 +38,13 @@ def answer(rid: str, ids: list[int] | None = None, **meta: Any) -> dict[str, Any
 
 
 def say(value: Any, status: int = 200) -> Step:
-    async def step(_: web.Request, __: dict[str, Any]) -> web.StreamResponse:
-        return web.Response(text=json.dumps(value), status=status, content_type="application/json")
+    """Always `value`; answers to the request "r" bear the name that it has on the wire."""
+
+    async def step(_: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        text = json.dumps(value)
+        for rid in body.get("rid", []):
+            text = text.replace('"id": "r"', f'"id": "{rid}"')
+        return web.Response(text=text, status=status, content_type="application/json")
 
     return step
 
@@ -114,12 +119,41 @@ def test_passing_faults_are_retried(faults: list[Step]) -> None:
     [result], client, received = play([*faults, good])
     assert result.output_ids == (7, 8)
     assert client.retries == len(faults)
-    assert received == [received[0]] * (len(faults) + 1)
+    assert client.requests_sent == len(received) == len(faults) + 1
+    names = [body.pop("rid")[0] for body in received]
+    assert received == [received[0]] * len(received), "the same request, under a name of its own"
+    assert len(set(names)) == len(names)
+    assert result.served_rid == names[-1]
 
 
-def test_a_time_out_is_retried() -> None:
-    [result], client, _ = play([hang, good], timeout_s=0.2)
+def test_a_time_out_is_aborted_under_its_name_and_then_retried_under_another() -> None:
+    [result], client, received = play([hang, say({}), good], timeout_s=0.2)
     assert result.output_ids == (7, 8)
+    assert client.retries == 1
+    first, abort, second = received
+    assert abort == {"rid": first["rid"][0]}
+    assert second["rid"] != first["rid"]
+
+
+def test_no_name_on_the_wire_is_the_beginning_of_another() -> None:
+    """SGLang aborts every request whose name begins with the given one."""
+    a, b = EngineClient("http://x"), EngineClient("http://x")
+    names = [c._wire_rid(r, n) for c in (a, b) for r in ("1", "10", "1-1") for n in ("0.0", "0.1", "1.0")]
+    assert len(set(names)) == len(names)
+    assert not any(x != y and y.startswith(x) for x in names for y in names)
+    assert all(n.startswith(a._wire_rid("1")) == (i < 3) for i, n in enumerate(names)), "abort reaches every try of its own"
+
+
+def test_only_the_unusable_answers_of_a_batch_are_asked_for_again() -> None:
+    async def lose_one(_: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answers = [answer(rid) for rid in body["rid"]]
+        answers[1]["meta_info"]["output_token_logprobs"].pop(0)
+        return web.json_response(answers)
+
+    requests = [GenerateRequest(f"r{i}", (1, 2, i), 2) for i in range(3)]
+    results, client, received = play([lose_one, good], lambda c: c.generate(requests))
+    assert [r.rid for r in results] == ["r0", "r1", "r2"]
+    assert [body["input_ids"] for body in received] == [[[1, 2, 0], [1, 2, 1], [1, 2, 2]], [[1, 2, 1]]]
     assert client.retries == 1
 
 
@@ -209,7 +243,7 @@ BAD_ANSWERS: dict[str, tuple[Any, str]] = {
 def test_answers_that_do_not_hold_are_errors(case: str) -> None:
     value, part = BAD_ANSWERS[case]
     with pytest.raises(EngineError, match=part) as caught:
-        play([say(value)])
+        play([say(value)] * 3)
     assert not isinstance(caught.value, (EngineRejectedError, EngineUnavailableError))
 
 
@@ -218,7 +252,7 @@ def test_an_answer_that_is_no_json_is_an_error() -> None:
         return web.Response(text="<html>")
 
     with pytest.raises(EngineError, match="JSON"):
-        play([page])
+        play([page])  # asked once: what stands before a server answers pages for as long as it stands there
 
 
 def scoring(**meta: Any) -> Any:
@@ -227,7 +261,7 @@ def scoring(**meta: Any) -> Any:
         "input_token_logprobs": [[None, 2, None], [-1.5, 3, None]],
         "input_top_logprobs": [None, [[-0.1, 9, None]]],
     }
-    return play([say([answer("r", [], **{**defaults, **meta})])], lambda c: c.generate([request]))[0][0]
+    return play([say([answer("r", [], **{**defaults, **meta})])] * 3, lambda c: c.generate([request]))[0][0]
 
 
 def test_input_log_probs_keep_none_at_the_first_position_only() -> None:

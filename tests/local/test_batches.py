@@ -8,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import TeacherScoreError
+from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.local.batches import TrainRow, build_rows, micro_batches, mini_batches
 from slime_tandem.types import AlignedScores, AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample
 
 
-def scored(group: int, reward: float, mask: tuple[int, ...] = (1, 0, 1), teacher: bool = True) -> ScoredSample:
+def scored(
+    group: int,
+    reward: float,
+    mask: tuple[int, ...] = (1, 0, 1),
+    teacher: bool = True,
+    senior_log_probs: tuple[float, ...] = (),
+) -> ScoredSample:
     R = len(mask)
     sample = TandemSample(
         SampleKey(0, 0, group),
@@ -26,6 +32,7 @@ def scored(group: int, reward: float, mask: tuple[int, ...] = (1, 0, 1), teacher
         "stop",
         "",
         (AuthorRun(1, 0, R, "v"),),
+        senior_log_probs=senior_log_probs,
     )
     aligned = np.arange(R) != 2
     scores = AlignedScores(np.where(aligned, -0.25, 0.0), aligned, {"boundary": int((~aligned).sum())})
@@ -37,13 +44,23 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_weights_are_the_authorship_and_the_opd_mask_is_senior_and_aligned() -> None:
-    rows, metrics = build_rows([scored(0, 1.0), scored(0, 0.0)], config("tandem.junior_token_loss_weight=0.25"))
+    senior = (-0.5, -2.0, -0.5)
+    samples = [scored(0, 1.0, senior_log_probs=senior), scored(0, 0.0, senior_log_probs=senior)]
+    rows, metrics = build_rows(samples, config("tandem.junior_token_loss_weight=0.25"))
+    assert rows[0].old_log_probs.tolist() == [-0.5, -2.0, -0.5], "the ratio of a junior token is the senior's own"
     assert rows[0].weights.tolist() == [1.0, 0.25, 1.0]
     assert rows[0].opd_mask.tolist() == [1.0, 0.0, 0.0]
     assert rows[0].teacher_log_probs.tolist() == [-0.25, -0.25, 0.0]
     assert [r.advantage for r in rows] == [0.5, -0.5]
     assert rows[0].tokens == (1, 2, 3, 4, 5)
     assert metrics == {"group/zero_variance_fraction": 0.0, "opd/failed_samples": 0.0}
+
+
+def test_junior_tokens_with_weight_need_the_seniors_log_probs() -> None:
+    with pytest.raises(DataError, match=r"senior_log_probs.*junior_token_loss_weight=0.25"):
+        build_rows([scored(0, 1.0), scored(0, 0.0)], config("tandem.junior_token_loss_weight=0.25"))
+    rows, _ = build_rows([scored(0, 1.0), scored(0, 0.0)], config())
+    assert rows[0].old_log_probs.tolist() == [-0.5, -0.5, -0.5]
 
 
 def test_a_failed_sample_loses_its_opd_signal_only() -> None:

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule, author_key
-from slime_tandem.rollout.tandem import TandemWriter, write_lockstep, write_one
-from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
+from slime_tandem.rollout.drive import write_lockstep, write_one
+from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 # Two ends of turn, a special token, spaces and newlines at the start, inside and at the end, half a character.
 TABLE: tuple[bytes | None, ...] = (
@@ -27,12 +29,13 @@ TABLE: tuple[bytes | None, ...] = (
 )  # fmt: skip
 EOS = frozenset({0, 1})
 SPECIAL = frozenset({0, 1, 11})
+TOKENS = TokenBytes(TABLE, SPECIAL, EOS)
 PROMPT_IDS = (2, 3)
 PROMPT = Prompt("p", (), None, "t")
 
 
 def text_of(ids: Sequence[int]) -> str:
-    return b"".join(TABLE[i] or b"<s>" for i in ids).decode("utf-8", "replace")
+    return TOKENS.join(ids).decode("utf-8", "replace")
 
 
 def draw(*parts: object) -> int:
@@ -97,7 +100,7 @@ def make_rule(
 
 def writer(key: SampleKey, rule: HandoffRule, cap: int = 24, custom: bool = False) -> TandemWriter:
     sampling = SamplingConfig(max_new_tokens=cap)
-    return TandemWriter(key, 4, PROMPT, PROMPT_IDS, rule, sampling, eos_ids=EOS, decode=text_of, custom_boundary=custom)
+    return TandemWriter(key, 4, PROMPT, PROMPT_IDS, rule, sampling, TOKENS, custom_boundary=custom)
 
 
 def step_by_step(key: SampleKey, rule: HandoffRule, cap: int, models: dict[int, ScriptedEngine]) -> list[tuple]:
@@ -121,7 +124,9 @@ def one(w: TandemWriter, who: dict[int, ScriptedEngine], **kwargs: object) -> Ta
     return asyncio.run(write_one(w, who, **kwargs))  # type: ignore[arg-type]
 
 
-def lockstep(ws: list[TandemWriter], who: dict[int, ScriptedEngine], **kwargs: object) -> list[TandemSample]:
+def lockstep(
+    ws: list[TandemWriter], who: dict[int, ScriptedEngine], **kwargs: object
+) -> list[TandemSample | FailedSample]:
     return asyncio.run(write_lockstep(ws, who, **kwargs))  # type: ignore[arg-type]
 
 
@@ -251,7 +256,7 @@ def test_a_custom_boundary_stops_on_ids_not_on_text() -> None:
 
 def test_sampling_settings_reach_the_engine() -> None:
     sampling = SamplingConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=5)
-    w = TandemWriter(SampleKey(0, 0, 0), 0, PROMPT, (1,), make_rule("word", 1.0), sampling, eos_ids=EOS, decode=text_of)
+    w = TandemWriter(SampleKey(0, 0, 0), 0, PROMPT, (1,), make_rule("word", 1.0), sampling, TOKENS)
     _, r = w.next_request()
     assert (r.temperature, r.top_p, r.top_k, r.max_new_tokens, r.return_logprob) == (0.6, 0.9, 20, 5, True)
 
@@ -279,10 +284,14 @@ def emptied(reason: str) -> Callable[[GenerateRequest, GenerateResult], Generate
 
 
 def both_drivers(who: dict[int, ScriptedEngine], rule: HandoffRule, **kwargs: object) -> list[Callable[[], object]]:
-    return [
-        lambda: one(writer(SampleKey(0, 0, 0), rule), who, **kwargs),
-        lambda: lockstep([writer(SampleKey(0, 0, i), rule) for i in range(3)], who, **kwargs),
-    ]
+    def in_lockstep() -> object:
+        written = lockstep([writer(SampleKey(0, 0, i), rule) for i in range(3)], who, **kwargs)
+        for sample in written:
+            if isinstance(sample, FailedSample):
+                raise EngineError(sample.reason)
+        return written
+
+    return [lambda: one(writer(SampleKey(0, 0, 0), rule), who, **kwargs), in_lockstep]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

@@ -1,0 +1,121 @@
+"""Drivers of the co-writing loop: ask the engines for what the writers want, and lose no sample on the way.
+
+`write_one` drives a single response as its own task. `write_lockstep` asks each engine once per round with a batch of all
+responses that wait for it; that fixes which sequences an engine computes together, so a run repeats bit for bit.
+
+A request that its engine refuses, or answers unusably after the client's repeats, fails its own sample: the result list holds a
+`FailedSample` with the reason in its place. An engine that cannot be reached, or serves other weights, stops the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError, explain
+from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.types import JUNIOR, SENIOR, FailedSample, TandemSample
+
+Environment = Callable[[TandemWriter], Awaitable[Sequence[int] | None]]
+"""Called when a turn ended with a stop: the ids to insert before the next turn, or None when the response is complete."""
+
+
+async def write_one(
+    writer: TandemWriter,
+    engines: Mapping[int, Engine],
+    *,
+    senior_version: str | None = None,
+    environment: Environment | None = None,
+) -> TandemSample:
+    """Write one response, free-running. `engines` maps SENIOR and JUNIOR to an engine.
+
+    Raises EngineError kinds of the engines, WeightVersionError if the senior serves other weights than `senior_version`.
+    """
+    while not writer.done:
+        author, request = writer.next_request()
+        (result,) = await engines[author].generate([request])
+        _check_version(author, result, senior_version)
+        await _accept(writer, result, environment)
+    return writer.sample()
+
+
+async def write_lockstep(
+    writers: Sequence[TandemWriter],
+    engines: Mapping[int, Engine],
+    *,
+    senior_version: str | None = None,
+    environment: Environment | None = None,
+    on_round: Callable[[int], None] | None = None,
+) -> list[TandemSample | FailedSample]:
+    """Write many responses in rounds: one batched request per engine and round, both engines at the same time.
+
+    One result per writer, in order. `on_round` is called with the number of finished responses. Raises EngineUnavailableError
+    and WeightVersionError; other EngineErrors fail their own sample.
+    """
+    failed: dict[int, str] = {}
+    while pending := [i for i, w in enumerate(writers) if not w.done and i not in failed]:
+        waiting: dict[int, list[tuple[int, GenerateRequest]]] = {SENIOR: [], JUNIOR: []}
+        for i in pending:
+            try:
+                author, request = writers[i].next_request()
+            except EngineError as error:
+                failed[i] = str(error)
+                continue
+            waiting[author].append((i, request))
+        busy = [author for author, items in waiting.items() if items]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {a: group.create_task(_ask(engines[a], [r for _, r in waiting[a]])) for a in busy}
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        for author, task in tasks.items():
+            for (i, _), result in zip(waiting[author], task.result(), strict=True):
+                try:
+                    if isinstance(result, EngineError):
+                        raise result
+                    _check_version(author, result, senior_version)
+                    await _accept(writers[i], result, environment)
+                except WeightVersionError:
+                    raise
+                except EngineError as error:
+                    failed[i] = str(error)
+        if on_round is not None:
+            on_round(sum(w.done or i in failed for i, w in enumerate(writers)))
+    return [
+        FailedSample(w.key, w.group_id, w.prompt, failed[i]) if i in failed else w.sample()
+        for i, w in enumerate(writers)
+    ]
+
+
+async def _ask(engine: Engine, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+    """All answers of one engine; where it fails as a whole, each request is asked alone to find whose fault it is."""
+    try:
+        return list(await engine.generate(requests))
+    except (EngineUnavailableError, WeightVersionError):
+        raise
+    except EngineError as error:
+        if len(requests) == 1:
+            return [error]
+    return [answer for request in requests for answer in await _ask(engine, [request])]
+
+
+async def _accept(writer: TandemWriter, result: GenerateResult, environment: Environment | None) -> None:
+    writing = writer.finish_reason is None
+    writer.accept(result)
+    if environment is not None and writing and writer.finish_reason == "stop":
+        ids = await environment(writer)
+        if ids is not None:
+            writer.insert(ids)
+
+
+def _check_version(author: int, result: GenerateResult, expected: str | None) -> None:
+    if author == SENIOR and expected is not None and result.weight_version != expected:
+        raise WeightVersionError(
+            explain(
+                "senior weight_version",
+                result.weight_version,
+                repr(expected),
+                "the server was restarted or updated by somebody else; send the weights again",
+            )
+        )
