@@ -141,7 +141,9 @@ def test_no_name_on_the_wire_is_the_beginning_of_another() -> None:
     names = [c._wire_rid(r, n) for c in (a, b) for r in ("1", "10", "1-1") for n in ("0.0", "0.1", "1.0")]
     assert len(set(names)) == len(names)
     assert not any(x != y and y.startswith(x) for x in names for y in names)
-    assert all(n.startswith(a._wire_rid("1")) == (i < 3) for i, n in enumerate(names)), "abort reaches every try of its own"
+    assert all(n.startswith(a._wire_rid("1")) == (i < 3) for i, n in enumerate(names)), (
+        "abort reaches every try of its own"
+    )
 
 
 def test_only_the_unusable_answers_of_a_batch_are_asked_for_again() -> None:

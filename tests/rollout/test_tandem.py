@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,16 @@ from hypothesis import strategies as st
 from slime_tandem.config import SamplingConfig, Strategy
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
-from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError
+from slime_tandem.errors import (
+    DataError,
+    EngineError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    WeightVersionError,
+)
 from slime_tandem.rollout.boundaries import boundary_ids
-from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.drive import write_lockstep, write_one
+from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
@@ -51,6 +58,7 @@ class ScriptedEngine:
 
     role: int
     vocab: tuple[int, ...] = tuple(range(len(TABLE)))
+    tokens: TokenBytes = TOKENS
     manners: str = "exact"
     version: str = "v1"
     spoil: Callable[[GenerateRequest, GenerateResult], GenerateResult] = lambda _, result: result
@@ -61,30 +69,49 @@ class ScriptedEngine:
         d = draw(self.role, seed, before)
         return self.vocab[d % len(self.vocab)], -(1 + d % 1000) / 1000
 
+    def score(self, before: tuple[int, ...], token: int) -> float:
+        """Log-prob of a token that somebody else wrote."""
+        return -(1 + draw(self.role, "score", before, token) % 1000) / 100
+
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         self.batches.append(list(requests))
         await asyncio.sleep(0)
         return [self.spoil(request, self._answer(request)) for request in requests]
 
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokens.join(ids).decode("utf-8", "replace")
+
     def _answer(self, r: GenerateRequest) -> GenerateResult:
         ids: list[int] = []
         log_probs: list[float] = []
-        reason = None
-        extra = draw("extra", r.rid) % 4 if self.manners == "over" else 0
+        reason = "length" if r.max_new_tokens == 0 else None
+        extra = draw("extra", r.rid) % 4 if self.manners == "over" and r.max_new_tokens else 0
         while reason is None or extra > 0:
             extra -= reason is not None
             token, log_prob = self.next_token(r.sampling_seed, r.input_ids + tuple(ids))
             ids.append(token)
             log_probs.append(log_prob)
-            if token in r.stop_token_ids or any(re.search(p, text_of(ids)) for p in r.stop_regex):
+            text = self._text(ids)
+            found = any(re.search(p, text) for p in r.stop_regex) or any(s in text for s in r.stop)
+            if token in r.stop_token_ids or found:
                 reason = reason or "stop"
             elif len(ids) >= r.max_new_tokens:
                 reason = reason or "length"
-        if self.manners == "cut":
+        if self.manners == "cut" and ids:
             n = 1 + draw("cut", r.rid) % len(ids)
             if n < len(ids):
                 ids, log_probs, reason = ids[:n], log_probs[:n], "length"
-        return GenerateResult(r.rid, tuple(ids), tuple(log_probs), reason, f"{self.version}/{self.role}")
+        first, given = r.logprob_start_len, r.input_ids
+        scored = range(first, len(given)) if first >= 0 else range(0)
+        return GenerateResult(
+            r.rid,
+            tuple(ids),
+            tuple(log_probs),
+            reason,
+            f"{self.version}/{self.role}",
+            input_log_probs=tuple(None if i == 0 else self.score(given[:i], given[i]) for i in scored),
+            input_ids=tuple(given[i] for i in scored),
+        )
 
 
 def engines(**kwargs: object) -> dict[int, ScriptedEngine]:
@@ -98,12 +125,26 @@ def make_rule(
     return HandoffRule(strategy, prob, gap, chunk, ids)
 
 
-def writer(key: SampleKey, rule: HandoffRule, cap: int = 24, custom: bool = False) -> TandemWriter:
-    sampling = SamplingConfig(max_new_tokens=cap)
-    return TandemWriter(key, 4, PROMPT, PROMPT_IDS, rule, sampling, TOKENS, custom_boundary=custom)
+def writer(
+    key: SampleKey, rule: HandoffRule, cap: int = 24, custom: bool = False, stop: tuple[str, ...] = (), **kwargs: object
+) -> TandemWriter:
+    sampling = SamplingConfig(max_new_tokens=cap, stop=stop)
+    return TandemWriter(
+        key,
+        4,
+        PROMPT,
+        PROMPT_IDS,
+        rule,
+        sampling,
+        TOKENS,
+        custom_boundary=custom,
+        **kwargs,  # type: ignore[arg-type]
+    )
 
 
-def step_by_step(key: SampleKey, rule: HandoffRule, cap: int, models: dict[int, ScriptedEngine]) -> list[tuple]:
+def step_by_step(
+    key: SampleKey, rule: HandoffRule, cap: int, models: dict[int, ScriptedEngine], stop: tuple[str, ...] = ()
+) -> list[tuple]:
     """The reference: one token at a time by whoever is due; [(token, author, log-prob)]."""
     seed = writer(key, rule).next_request()[1].sampling_seed
     out: list[tuple] = []
@@ -112,7 +153,7 @@ def step_by_step(key: SampleKey, rule: HandoffRule, cap: int, models: dict[int, 
         author = rule.author(author_key(key), run)
         token, log_prob = models[author].next_token(seed, PROMPT_IDS + tuple(t for t, _, _ in out))
         out.append((token, author, log_prob))
-        if token in EOS:
+        if token in EOS or any(s.encode() in TOKENS.join([t for t, _, _ in out]) for s in stop):
             break
         length += 1
         if rule.ends_run(token, length):
@@ -397,3 +438,213 @@ def test_the_writer_guards_its_protocol() -> None:
     w.accept(GenerateResult(r.rid, (0,), (-0.1,), "stop", "v"))
     with pytest.raises(AssertionError, match="finished"):
         w.next_request()
+
+
+# ---- stop strings, resuming, scores, inserted text ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(**scenarios, stop=st.lists(st.sampled_from(["a b", "b a", " ", "x", "xx a", "\n\n"]), min_size=1, max_size=2))
+def test_a_stop_string_ends_the_response_whoever_writes_it(
+    strategy: Strategy,
+    prob: float,
+    gap: int,
+    chunk: int,
+    cap: int,
+    seed: int,
+    manners: str,
+    custom: bool,
+    stop: list[str],
+) -> None:
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
+    key, who = SampleKey(seed, 0, 0), engines(manners=manners, vocab=(2, 3, 4, 6, 9))
+    sample = one(writer(key, rule, cap, custom, tuple(stop)), who)
+    expected = step_by_step(key, rule, cap, who, tuple(stop))
+    assert list(zip(sample.response_ids, sample.authorship_mask, sample.log_probs, strict=True)) == expected
+    text = text_of(sample.response_ids)
+    found = [at for s in stop if (at := text.find(s)) >= 0]
+    assert sample.finish_reason == ("stop" if found else "length")
+    assert sample.text == (text[: min(found)] if found else text)
+
+
+def test_a_stop_string_may_cross_a_handoff() -> None:
+    who = engines()
+    who[SENIOR].vocab, who[JUNIOR].vocab = (2,), (3,)
+    sample = one(writer(SampleKey(0, 0, 0), make_rule("alternating"), stop=("a b",)), who)
+    assert (sample.response_ids, sample.text, sample.finish_reason) == ((2, 3), "", "stop")
+
+
+class AbortAfter(ScriptedEngine):
+    """Shared counter: from request number `limit` on, answers are aborted after their first token, or before it."""
+
+    limit: list[int]
+    keep: int
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        (result,) = await super().generate(requests)
+        self.limit[0] -= 1
+        if self.limit[0] >= 0:
+            return [result]
+        n = min(self.keep, len(result.output_ids))
+        cut = GenerateResult(
+            result.rid, result.output_ids[:n], result.output_log_probs[:n], "abort", result.weight_version
+        )
+        return [cut]
+
+
+@settings(max_examples=200, deadline=None)
+@given(**scenarios, after=st.integers(0, 6), keep=st.integers(0, 1), score=st.booleans())
+def test_an_aborted_sample_resumes_as_if_nothing_had_happened(
+    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
+    after: int, keep: int, score: bool,
+) -> None:  # fmt: skip
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
+    key, limit = SampleKey(seed, 0, 0), [after]
+    who = {role: AbortAfter(role, manners=manners) for role in (SENIOR, JUNIOR)}
+    for engine in who.values():
+        engine.limit, engine.keep = limit, keep
+    sample = one(writer(key, rule, cap, custom, score_junior=score), who)  # type: ignore[arg-type]
+    whole = one(writer(key, rule, cap, custom, score_junior=score), engines(manners=manners))
+    if sample.finish_reason == "abort":
+        assert sample.senior_log_probs == ()
+        assert whole.response_ids[: len(sample.response_ids)] == sample.response_ids
+        again = TandemWriter.resume(
+            sample, rule, SamplingConfig(max_new_tokens=cap), TOKENS, custom_boundary=custom, score_junior=score
+        )
+        sample = one(again, engines(manners=manners))
+        assert len({run.start for run in sample.runs}) == len(sample.runs)
+        assert [run.start for run in sample.runs] == [0, *(run.stop for run in sample.runs[:-1])]
+    for name in ("response_ids", "authorship_mask", "log_probs", "finish_reason", "text", "senior_log_probs"):
+        assert getattr(sample, name) == getattr(whole, name), name
+
+
+def test_only_an_aborted_sample_of_the_same_settings_is_resumed() -> None:
+    sampling = SamplingConfig(max_new_tokens=24)
+    whole = one(writer(SampleKey(0, 0, 0), make_rule("alternating")), engines(vocab=(2, 9)))
+    with pytest.raises(DataError, match=r"finish_reason.*'length': expected abort"):
+        TandemWriter.resume(whole, make_rule("alternating"), sampling, TOKENS)
+    aborted = dataclasses.replace(whole, finish_reason="abort")
+    with pytest.raises(DataError, match=r"authorship_mask.*at token 1.*what the rule prescribes"):
+        TandemWriter.resume(aborted, make_rule("chunk"), sampling, TOKENS)
+    assert TandemWriter.resume(aborted, make_rule("alternating"), sampling, TOKENS).done, "the cap counts what is there"
+
+
+@settings(max_examples=200, deadline=None)
+@given(**scenarios)
+def test_the_senior_scores_what_the_junior_wrote(
+    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool
+) -> None:
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
+    who = engines(manners=manners)
+    sample = one(writer(SampleKey(seed, 0, 0), rule, cap, custom, score_junior=True), who)
+    plain = one(writer(SampleKey(seed, 0, 0), rule, cap, custom), engines(manners=manners))
+    assert sample.response_ids == plain.response_ids
+    for i, (token, author) in enumerate(zip(sample.response_ids, sample.authorship_mask, strict=True)):
+        expected = who[SENIOR].score(PROMPT_IDS + sample.response_ids[:i], token)
+        assert sample.senior_log_probs[i] == (sample.log_probs[i] if author == SENIOR else expected)
+    ends_with_junior = sample.authorship_mask[-1] == JUNIOR
+    assert sample.requests == plain.requests + ends_with_junior, "free, but for a junior run at the end"
+
+
+def test_scores_that_are_missing_or_of_other_tokens_are_an_error() -> None:
+    def spoil(change: Callable[[GenerateResult], GenerateResult]) -> dict[int, ScriptedEngine]:
+        who = engines(vocab=(2, 9))
+        who[SENIOR].spoil = lambda r, result: change(result) if r.logprob_start_len >= 0 else result
+        return who
+
+    cases: list[tuple[Callable[[GenerateResult], GenerateResult], str]] = [
+        (lambda r: dataclasses.replace(r, input_log_probs=(), input_ids=()), "0 values"),
+        (lambda r: dataclasses.replace(r, input_ids=(5,) * len(r.input_ids)), "with the ids that were sent"),
+        (lambda r: dataclasses.replace(r, input_log_probs=(float("nan"),) * len(r.input_ids)), "'?nan'?: expected"),
+    ]
+    for change, what in cases:
+        with pytest.raises(EngineError, match=what):
+            one(writer(SampleKey(0, 0, 0), make_rule("alternating"), score_junior=True), spoil(change))
+
+
+@settings(max_examples=100, deadline=None)
+@given(**scenarios, n=st.integers(1, 6))
+def test_asking_for_less_at_once_changes_nothing(
+    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, n: int
+) -> None:
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
+    who = engines(manners=manners)
+    sample = one(writer(SampleKey(seed, 0, 0), rule, cap, custom, tokens_per_request=n), who)
+    plain = one(writer(SampleKey(seed, 0, 0), rule, cap, custom), engines(manners=manners))
+    assert (sample.response_ids, sample.authorship_mask) == (plain.response_ids, plain.authorship_mask)
+    assert all(r.max_new_tokens <= n for e in who.values() for batch in e.batches for r in batch)
+
+
+def test_a_large_custom_table_does_not_travel() -> None:
+    rule = make_rule("word", 0.5, boundary=frozenset(range(2, 100)))
+    _, request = writer(SampleKey(0, 0, 0), rule, custom=True).next_request()
+    assert request.stop_token_ids == (0, 1)
+    assert request.max_new_tokens <= 16
+
+
+TOOL = (9, 4, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(**scenarios, turns=st.integers(1, 4), score=st.booleans())
+def test_tool_text_between_turns_is_nobodys(
+    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
+    turns: int, score: bool,
+) -> None:  # fmt: skip
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
+    calls: list[tuple[int, ...]] = []
+
+    async def environment(w: TandemWriter) -> Sequence[int] | None:
+        assert w.response_ids[-1] in EOS
+        calls.append(tuple(w.response_ids))
+        return TOOL if len(calls) < turns else None
+
+    who = engines(manners=manners, vocab=(1, 2, 3, 9))
+    sample = one(writer(SampleKey(seed, 0, 0), rule, cap, custom, score_junior=score), who, environment=environment)
+    R = len(sample.response_ids)
+    assert cap >= R
+    assert sum(t in EOS for t in sample.response_ids) == len(calls), "asked once per finished turn"
+    assert [start for start, _ in sample.inserted] == [len(c) for c in calls[: turns - 1] if len(c) < cap]
+    for start, stop in sample.inserted:
+        assert sample.response_ids[start:stop] == TOOL[: stop - start]
+        assert sample.loss_mask[start:stop] == sample.authorship_mask[start:stop] == (0,) * (stop - start)
+        assert sample.log_probs[start:stop] == (0.0,) * (stop - start)
+        assert not score or sample.senior_log_probs[start:stop] == (0.0,) * (stop - start)
+    assert sample.senior_tokens + sample.junior_tokens + sum(b - a for a, b in sample.inserted) == R
+    assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids, inserted=sample.inserted)
+    covered = {i for run in sample.runs for i in range(run.start, run.stop)}
+    assert covered == {i for i, sampled in enumerate(sample.loss_mask) if sampled}
+    calls.clear()
+    again = lockstep(
+        [writer(SampleKey(seed, 0, 0), rule, cap, custom, score_junior=score)],
+        engines(manners=manners, vocab=(1, 2, 3, 9)), environment=environment,
+    )  # fmt: skip
+    assert again == [sample]
+
+
+# ---- a sample that fails alone ----
+
+
+class Picky(ScriptedEngine):
+    """Refuses every batch that holds the sample `bad`."""
+
+    bad = "0-0-1-"
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        if any(r.rid.startswith(self.bad) for r in requests):
+            raise EngineRejectedError(f"{requests[0].rid}: input too long")
+        return await super().generate(requests)
+
+
+def test_a_refused_sample_fails_alone_and_in_its_place() -> None:
+    rule = make_rule("word")
+    keys = [SampleKey(0, 0, i) for i in range(4)]
+    good = lockstep([writer(k, rule) for k in keys], engines())
+    rounds: list[int] = []
+    mixed = lockstep([writer(k, rule) for k in keys], {r: Picky(r) for r in (SENIOR, JUNIOR)}, on_round=rounds.append)
+    failed = mixed[1]
+    assert isinstance(failed, FailedSample)
+    assert (failed.key, failed.group_id, failed.prompt) == (keys[1], 4, PROMPT)
+    assert "input too long" in failed.reason
+    assert [m for i, m in enumerate(mixed) if i != 1] == [g for i, g in enumerate(good) if i != 1]
+    assert rounds[-1] == 4
