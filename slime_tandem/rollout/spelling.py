@@ -129,7 +129,8 @@ class JuniorText:
                 return Translation(tuple(out_ids), tuple(out_log_probs), complete=False)
             out_ids.append(twin)
             out_log_probs.append(log_prob)
-        return Translation(tuple(out_ids), tuple(out_log_probs), complete=spell_text())
+        complete = spell_text()
+        return Translation(tuple(out_ids), tuple(out_log_probs), complete)
 
     def commit(self, accepted: Sequence[int], answer: Sequence[int]) -> None:
         """Keep the junior's own ids for what was accepted (senior ids) of its `answer` (junior ids).
