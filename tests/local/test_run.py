@@ -293,6 +293,28 @@ def test_a_junior_with_another_tokenizer_is_refused_before_any_server(trio, tmp_
     assert not (tmp_path / "runs" / "r" / "logs").exists()
 
 
+def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """All of co-writing's options in one run: bytes at handoffs, sessions, small requests, junior tokens with weight, a
+    stop string."""
+    changes = settings(trio, tmp_path, control=False)
+    changes["models"]["junior"] = str(trio.teacher)
+    changes["tandem"] = {"junior_tokenizer": "any", "junior_token_loss_weight": 0.25}
+    changes["engine"] = {**BASE["engine"], "sessions": True, "tokens_per_request": 4}
+    changes["sampling"] = {**BASE["sampling"], "stop": ["answer"]}
+    changes["train"] = {**BASE["train"], "steps": 2}
+    config = RunConfig.from_mapping(changes)
+    train(config)
+    steps = rows(config.run_dir / "metrics.jsonl")
+    assert len(steps) == 2
+    for row in steps:
+        assert 0 < row["tandem/senior_token_fraction"] < 1
+        assert row["tandem/junior_token_fraction"] == pytest.approx(1 - row["tandem/senior_token_fraction"])
+        assert row["tandem/fallback_runs"] == row["rollout/failed_samples"] == 0
+        assert row["train/ratio_mean"] == pytest.approx(1, abs=1e-3), (
+            "also on junior tokens: under the senior that wrote"
+        )
+
+
 @pytest.mark.parametrize("missing", ["everything", "weights"])
 def test_a_model_folder_that_lacks_something_is_refused(trio, tmp_path: Path, missing: str) -> None:  # type: ignore[no-untyped-def]
     import shutil
