@@ -222,12 +222,17 @@ def sglang_pair(args: argparse.Namespace, extra: str, folder: Path) -> Iterator[
         for gpu in range(2):
             port = free_port()
             urls.append(f"http://127.0.0.1:{port}")
-            env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu % args.gpus), "HF_HUB_OFFLINE": "1"}
+            env = {
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": str(gpu % args.gpus),
+                "HF_HUB_OFFLINE": "1",
+                "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+            }
             command = [
                 sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--port", str(port),
                 "--host", "127.0.0.1", "--load-format", "dummy", "--attention-backend", "triton",
                 "--sampling-backend", "pytorch", "--grammar-backend", "none", "--log-level", "warning",
-                "--context-length", "32768", "--mem-fraction-static", str(args.mem), "--cuda-graph-max-bs", "256",
+                "--context-length", "32768", "--mem-fraction-static", str(args.mem), "--cuda-graph-max-bs-decode", "256",
                 *extra.split(),
             ]  # fmt: skip
             log = (folder / f"server{gpu}.log").open("ab")
