@@ -205,12 +205,14 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], label: str, r
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago; SGLang adds 10000 to it for another listener."""
     import socket
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    for port in random.SystemRandom().sample(range(20000, 50000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("no free port between 20000 and 50000")
 
 
 @contextlib.contextmanager
