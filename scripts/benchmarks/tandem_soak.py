@@ -68,8 +68,8 @@ class Proxy:
         if kind == "closed before":
             return self._close(request)
         if kind == "abort":
+            rids = json.loads(body)["rid"]
             for delay in (0.0, 0.002, 0.004, 0.008):
-                rids = json.loads(body)["rid"]
                 asyncio.get_running_loop().call_later(delay, lambda: asyncio.ensure_future(self._abort(rids)))
         status, data = await self._forward(request, body)
         if kind == "closed after":

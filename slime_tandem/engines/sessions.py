@@ -19,7 +19,6 @@ from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, explain
 
-
 _REOPENED = 2
 """Times that a refused request is tried again in a new session."""
 
