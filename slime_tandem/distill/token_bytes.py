@@ -28,6 +28,7 @@ from slime_tandem.errors import ModelError, explain
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What lossy normalisers change (wide digits, accents, line ends, double spaces); all of it is in NFC.
 _PROBE = "Round trip: caf\u00e9, \uff11\uff12, \u4f60\u597d, \U0001f680, tabs\tand  two spaces\r\n\nend "
+_SENTINEL = "\x02"
 _DECOMPOSED = "Two forms: cafe\u0301 "
 
 Role = Literal[
@@ -225,24 +226,24 @@ def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], n
 def encode_exact(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
     """Ids of `text` without a space that the tokenizer inserts: what it would write for text inside a sequence.
 
-    The text is encoded behind a line feed, and the ids that spell " \\n" are cut off. Where these do not end with a token
-    (possible only outside SentencePiece, whose line feed is a token of its own), the ids are returned as encoded: their
-    bytes then show the space, and an alignment proves and pairs nothing with them.
+    The text is encoded behind a control character, which no vocabulary merges with anything, and the ids that spell space
+    and character are cut off. Should these not end with a token, the ids are returned as encoded: their bytes then
+    show the space, and an alignment proves and pairs nothing with them.
 
-    >>> pieces = (b" ", b"\\n", b"a")
+    >>> pieces = (b" ", b"\\x02", b"a")
     >>> spaced = TokenBytes(pieces, frozenset(), frozenset(), inserts_leading_space=True)
     >>> encode_exact(spaced, lambda text: [pieces.index(c.encode()) for c in " " + text], "a a")
     [2, 0, 2]
     """
     if not tokens.inserts_leading_space:
         return list(encode(text))
-    ids = list(encode("\n" + text))
+    ids = list(encode(_SENTINEL + text))
     head = b""
-    for n, token in enumerate(ids):
-        if head == b" \n":
+    for n, token in enumerate([*ids, -1]):
+        if head == b" " + _SENTINEL.encode():
             return ids[n:]
         head += tokens.of(token) or b""
-    return [] if head == b" \n" else list(encode(text))
+    return list(encode(text))
 
 
 def _piece_decoder(spec: dict[str, Any], name: str) -> Callable[[str], bytes]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,19 +29,12 @@ _MARKS: dict[BoundaryClass, str] = {"space": " ", "newline": "\n", "punctuation"
 _PAPER: tuple[BoundaryClass, ...] = ("space",)
 
 
-def in_class(data: bytes, name: BoundaryClass) -> bool:
-    """Whether a token with these bytes belongs to a class.
-
-    >>> [in_class(b, "newline") for b in (b"\\n", b";\\n    ", b" a")]
-    [True, True, False]
-    """
-    match name:
-        case "space":
-            return data.startswith(b" ")
-        case "newline":
-            return b"\n" in data
-        case "punctuation":
-            return data.endswith(_ENDS)
+# Whether a token with these bytes belongs to a class.
+IN_CLASS: dict[BoundaryClass, Callable[[bytes], bool]] = {
+    "space": lambda data: data.startswith(b" "),
+    "newline": lambda data: b"\n" in data,
+    "punctuation": lambda data: data.endswith(_ENDS),
+}
 
 
 def boundary_ids(
@@ -63,13 +56,13 @@ def boundary_ids(
     """
     match strategy:
         case "word":
-            names = tuple(classes)
-            ids = (i for i, b in enumerate(token_bytes) if b and any(in_class(b, name) for name in names))
+            tests = [IN_CLASS[name] for name in classes]
+            ids = {i for test in tests for i, b in enumerate(token_bytes) if b and test(b)}
         case "sentence":
-            ids = (i for i, b in enumerate(token_bytes) if b and b.endswith(b"\n\n"))
+            ids = {i for i, b in enumerate(token_bytes) if b and b.endswith(b"\n\n")}
         case "bernoulli" | "chunk" | "alternating":
             return frozenset()
-    return frozenset(ids) - frozenset(special)
+    return frozenset(ids.difference(special))
 
 
 def resolve_boundaries(

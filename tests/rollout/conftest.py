@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from hypothesis import strategies as st
 from vocabularies import FILES, Vocabulary, load
@@ -40,7 +42,9 @@ def hard_ids() -> object:
     Cutting ids out of multi-byte characters gives broken UTF-8; random ids give segmentations no encoder would.
     """
 
-    def ids_of(vocabulary: Vocabulary) -> st.SearchStrategy[list[int]]:
+    @cache
+    def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+        vocabulary = load(name)
         V = len(vocabulary.tokens.table)
         single = [i for i, data in enumerate(vocabulary.tokens.table) if data is not None and len(data) == 1]
         some = st.integers(0, V - 1) | st.sampled_from(single) | st.sampled_from(sorted(vocabulary.tokens.special))
@@ -52,4 +56,4 @@ def hard_ids() -> object:
             astray,
         )
 
-    return ids_of
+    return lambda vocabulary: ids_of(vocabulary.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -25,6 +26,14 @@ CLASSES: list[tuple[BoundaryClass, ...]] = [
 ]
 few = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 keys = st.builds(SampleKey, st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**6))
+
+
+@cache
+def table_of(name: str, strategy: Strategy, classes: tuple[BoundaryClass, ...]) -> frozenset[int]:
+    tokens = load(name).tokens
+    return boundary_ids(strategy, tokens.table, tokens.special, classes=classes)
+
+
 HardIds = Callable[[Vocabulary], st.SearchStrategy[list[int]]]
 
 
@@ -35,8 +44,10 @@ def test_the_bytes_of_encoded_text_are_the_text(
 ) -> None:
     text, tokens = data.draw(hard_texts), vocabulary.tokens
     space = b" " if tokens.inserts_leading_space and text else b""
-    assert tokens.join(vocabulary.encode(text)) == space + text.encode()
-    assert tokens.join(encode_exact(tokens, vocabulary.encode, text)) == text.encode()
+    # SmolLM2 has no id for some bytes (`missing_bytes`); its encoder leaves these out, and nothing else.
+    written = bytes(b for b in text.encode() if b not in tokens.missing_bytes)
+    assert tokens.join(vocabulary.encode(text)) == space + written
+    assert tokens.join(encode_exact(tokens, vocabulary.encode, text)) == written
 
 
 @few
@@ -76,6 +87,14 @@ def test_every_id_has_bytes_or_a_role_or_is_undefined(vocabulary: Vocabulary) ->
     assert all(tokens.of(i) is None for i in tokens.special)
     assert tokens.special == {i for i in tokens.names if tokens.of(i) is None}
     assert tokens.eos_ids <= set(tokens.roles["eos"])
+
+
+def test_one_vocabulary_lacks_some_bytes(vocabulary: Vocabulary) -> None:
+    """SmolLM2: six control characters, and lead bytes of planes without assigned characters or of no character."""
+    lacks = (
+        {4, 6, 19, 20, 22, 29, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)} if vocabulary.name == "smollm2" else set()
+    )
+    assert vocabulary.tokens.missing_bytes == lacks
 
 
 def test_both_files_of_llama_3_give_one_table() -> None:
@@ -125,10 +144,12 @@ def test_classes_add_up_and_never_take_a_special_token(vocabulary: Vocabulary) -
     tokens = vocabulary.tokens
     alone = {c: boundary_ids("word", tokens.table, tokens.special, classes=(c,)) for c in get_args(BoundaryClass)}
     for names in CLASSES:
-        ids = boundary_ids("word", tokens.table, tokens.special, classes=names)
+        ids = table_of(vocabulary.name, "word", names)
         assert ids == frozenset().union(*(alone[n] for n in names))
         assert not ids & tokens.special
-        assert ids == resolve_boundaries(TandemConfig(boundary_classes=names), tokens.table, tokens.special)
+    every = get_args(BoundaryClass)
+    config = TandemConfig(boundary_classes=every)
+    assert resolve_boundaries(config, tokens.table, tokens.special) == table_of(vocabulary.name, "word", every)
     for i in list(alone["punctuation"])[:200]:
         assert (tokens.of(i) or b"").decode("utf-8", "ignore")[-1] in PUNCTUATION
     assert alone["newline"] >= boundary_ids("sentence", tokens.table, tokens.special)
@@ -154,9 +175,7 @@ def test_sentence_is_refused_where_no_token_holds_a_blank_line() -> None:
 def rule_for(
     vocabulary: Vocabulary, strategy: Strategy, classes: tuple[BoundaryClass, ...], prob: float, gap: int, chunk: int
 ) -> HandoffRule:
-    tokens = vocabulary.tokens
-    ids = boundary_ids(strategy, tokens.table, tokens.special, classes=classes)
-    return HandoffRule(strategy, prob, gap, chunk, ids)
+    return HandoffRule(strategy, prob, gap, chunk, table_of(vocabulary.name, strategy, classes))
 
 
 def run_lengths(
@@ -260,7 +279,7 @@ def test_the_pattern_never_lets_a_server_write_past_the_last_boundary(
     classes = data.draw(st.sampled_from(CLASSES))
     ids = data.draw(hard_ids(vocabulary))
     tokens = vocabulary.tokens
-    boundary = boundary_ids(strategy, tokens.table, tokens.special, classes=classes)
+    boundary = table_of(vocabulary.name, strategy, classes)
     pattern = stop_regex(strategy, runs, classes=classes)
     assert pattern is not None
     ends = [n + 1 for n, i in enumerate(ids) if i in boundary]
@@ -270,7 +289,7 @@ def test_the_pattern_never_lets_a_server_write_past_the_last_boundary(
         # SentencePiece's own decoder takes the first space off an answer where its encoder would insert one.
         if not tokens.inserts_leading_space:
             assert re.search(pattern, shown(vocabulary, head))
-    for n in range(len(ids)):
+    for n in range(min(len(ids), 40)):
         # Never without a cause: before it is found, so many marks are not yet in the text.
         text = tokens.join(ids[:n]).decode("utf-8", "replace")
         marks = text.count("\n\n") if strategy == "sentence" else sum(text.count(m) for m in marks_of(classes))
