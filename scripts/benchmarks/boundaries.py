@@ -152,7 +152,8 @@ so the pattern can be found one boundary late; what was written past the handoff
 
 ## Boundary ids
 """
-RUNS = f"""Tokens from one handoff point to the next, at `max_gap_tokens` 32, over {REPEATS} repetitions of a short worked solution in
+RUNS = f"""\
+Tokens from one handoff point to the next, at `max_gap_tokens` 32, over {REPEATS} repetitions of a short worked solution in
 English, the same in Chinese, and a small program (the texts stand in the script). Chinese has no spaces: under the default
 only the cap ends runs there, but for the tokens of a stray space; `punctuation` makes it a matter of clauses."""
 
