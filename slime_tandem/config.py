@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from slime_tandem.errors import ConfigError, explain
 
 Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
+BoundaryClass = Literal["space", "newline", "punctuation"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -55,8 +56,14 @@ class TandemConfig(Section):
     prob_senior: Probability = Field(0.5, description="probability that a new run is the senior's")
     max_gap_tokens: int = Field(32, ge=1, description="a run ends after so many tokens without a boundary")
     chunk_size: int = Field(16, ge=1, description="tokens per turn, strategy chunk only")
+    boundary_classes: tuple[BoundaryClass, ...] = Field(
+        ("space",),
+        min_length=1,
+        description="tokens that end a run, strategy word only: space (bytes begin with one; the paper's rule), newline (bytes "
+        "hold one), punctuation (bytes end in a full stop, comma, colon, semicolon, exclamation or question mark)",
+    )
     boundary_token_ids: tuple[int, ...] | None = Field(
-        None, description="ids after which a run ends; null: every id whose bytes begin with a space (the paper's rule)"
+        None, description="ids after which a run ends, instead of the classes; null: the classes' ids of this tokenizer"
     )
     junior_tokenizer: Literal["same", "any"] = Field(
         "same", description="any: the junior may have another tokenizer; handoffs then pass bytes (rollout/spelling.py)"
@@ -68,6 +75,47 @@ class TandemConfig(Section):
     junior_token_loss_weight: float = Field(
         0.0, ge=0.0, description="policy-gradient weight of junior tokens (not the paper's lambda_jun); paper: 0"
     )
+
+    @field_validator("boundary_classes")
+    @classmethod
+    def _each_class_once(cls, value: tuple[BoundaryClass, ...]) -> tuple[BoundaryClass, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("each class once; remove the repetition")
+        return value
+
+    def misuse(self) -> str | None:
+        """What a setting that the chosen strategy would ignore is told; None when every setting has its effect.
+
+        >>> TandemConfig(selection_strategy="sentence", chunk_size=4).misuse()
+        "tandem.chunk_size=4: expected 16 (the default) with tandem.selection_strategy='sentence', which ignores it. \
+Remedy: remove it, or choose chunk."
+        """
+        readers: dict[str, tuple[Strategy, ...]] = {
+            "prob_senior": ("word", "bernoulli", "sentence"),
+            "max_gap_tokens": ("word",),
+            "chunk_size": ("chunk",),
+            "boundary_classes": ("word",),
+            "boundary_token_ids": ("word", "sentence"),
+        }
+        for name, strategies in readers.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and self.selection_strategy not in strategies:
+                shown = list(value) if isinstance(value, tuple) else value
+                usual = list(default) if isinstance(default, tuple) else "null" if default is None else default
+                return explain(
+                    f"tandem.{name}",
+                    shown,
+                    f"{usual} (the default) with tandem.selection_strategy={self.selection_strategy!r}, which ignores it",
+                    f"remove it, or choose {' or '.join(strategies)}",
+                )
+        if self.boundary_token_ids is not None and self.boundary_classes != ("space",):
+            return explain(
+                "tandem.boundary_classes",
+                list(self.boundary_classes),
+                "['space'] (the default) with tandem.boundary_token_ids, which replaces the classes",
+                "remove one of the two",
+            )
+        return None
 
 
 class SamplingConfig(Section):
@@ -255,11 +303,8 @@ class RunConfig(Section):
                 f"tandem.junior_token_loss_weight={t.junior_token_loss_weight:g}: expected sampling.temperature=1, because "
                 "engines score given tokens at temperature 1. Remedy: set sampling.temperature=1, or the weight to 0"
             )
-        if t.boundary_token_ids is not None and t.selection_strategy not in ("word", "sentence"):
-            raise ValueError(
-                f"tandem.boundary_token_ids={list(t.boundary_token_ids)}: expected null, because "
-                f"tandem.selection_strategy={t.selection_strategy!r} counts tokens. Remedy: remove the ids, or choose word"
-            )
+        if problem := t.misuse():
+            raise ValueError(problem.removesuffix("."))
         if self.train.prompts_per_step % self.train.updates_per_step:
             raise ValueError(
                 f"train.updates_per_step={self.train.updates_per_step}: expected a divisor of train.prompts_per_step="

@@ -23,6 +23,7 @@ LIGHT = [
     "slime_tandem.rollout.handoff",
     "slime_tandem.rollout.tandem",
     "slime_tandem.distill.token_bytes",
+    "slime_tandem.distill.vocabularies",
     "slime_tandem.distill.alignment",
     "slime_tandem.distill.scoring",
     "slime_tandem.engines.protocol",

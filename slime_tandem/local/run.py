@@ -29,6 +29,7 @@ from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, transcript_of
+from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
 from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2
@@ -86,6 +87,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
     with _terminate_as_interrupt():
         try:
             with Team(config, run_dir / "logs") as team:
+                _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         finally:
@@ -114,6 +116,22 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
         )
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
+    """Save where runs end; on a resumed run check that they still end there (another tokenizer would move every author)."""
+    if not path.exists():
+        with disk_errors(path.parent):
+            write_boundaries(path, record)
+    elif read_boundaries(path) != record:
+        raise RunDirError(
+            explain(
+                "boundaries of the run",
+                str(path),
+                "those of the tokenizer and settings now in use",
+                "resume with the models and tandem settings that the run was started with",
+            )
+        )
 
 
 def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:

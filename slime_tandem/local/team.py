@@ -24,7 +24,7 @@ from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import ConfigError, explain
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
-from slime_tandem.rollout.boundaries import resolve_boundaries
+from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText
@@ -58,7 +58,8 @@ class Team:
             require_same_tokenizer(self.student, self.tokenizers["junior"])
         elif config.tandem.enabled:
             self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
-        boundary = resolve_boundaries(config.tandem, self.student.tokens.table, self.student.tokens.special)
+        self.boundaries = BoundaryRecord.resolve(config.tandem, self.student.tokens)
+        boundary = self.boundaries.ids
         self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
         self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
         self.servers: dict[Role, ServerProcess] = {}
@@ -192,6 +193,7 @@ class Team:
             self.config.sampling,
             self.student.tokens,
             custom_boundary=t.boundary_token_ids is not None,
+            boundary_classes=t.boundary_classes,
             score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
             junior_text=junior_text,
             refuse_fallback=t.on_unexpressible == "error",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
+from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes, encode_exact
 from slime_tandem.engines.hf import load_tokenizer
 from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
 from slime_tandem.rollout.spelling import Speller
@@ -42,8 +42,10 @@ class ModelTokenizer:
         return list(self.hf.encode(text, add_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: no special token is added, and none is recognised inside the text."""
-        return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
+        """Ids of plain text: no special token or leading space is added, and no special token is recognised inside."""
+        return encode_exact(
+            self.tokens, lambda t: self.hf.encode(t, add_special_tokens=False, split_special_tokens=True), text
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; bytes that are no UTF-8 show as U+FFFD, special tokens add nothing."""
