@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from slime_tandem.config import RunConfig
+from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.hf import check_model_folder
@@ -155,13 +155,23 @@ class Team:
             self.send_weights(self._senior_weights, self.senior_version)
         return dead
 
-    def write(self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool) -> list[TandemSample]:
+    def write(
+        self,
+        prompts: Sequence[Prompt],
+        rollout_id: int,
+        per_prompt: int,
+        *,
+        tandem: bool,
+        rule: HandoffRule | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> list[TandemSample]:
         """Write `per_prompt` responses for every prompt, in order; a pure function of the weights, prompts and rollout id.
 
         Every server forgets its cache first: a cached prefix would change the last bits of the log-probs, and a resumed run
-        could not repeat an uninterrupted one.
+        could not repeat an uninterrupted one. `rule` and `sampling` stand in for the run's own (evaluation has others).
         """
-        rule = self.tandem_rule if tandem else self.solo_rule
+        rule = rule or (self.tandem_rule if tandem else self.solo_rule)
+        custom = self.config.tandem.boundary_token_ids
         writers = []
         for group, prompt in enumerate(prompts):
             prompt_ids = self.student.render(prompt.messages)
@@ -174,10 +184,10 @@ class Team:
                         prompt,
                         prompt_ids,
                         rule,
-                        self.config.sampling,
+                        sampling or self.config.sampling,
                         eos_ids=self.student.tokens.eos_ids,
                         decode=self.student.decode,
-                        custom_boundary=self.config.tandem.boundary_token_ids is not None,
+                        custom_boundary=custom is not None and rule.boundary == frozenset(custom),
                     )
                 )
         return self.runner.run(self._write(writers))
