@@ -86,7 +86,9 @@ def handoff_figures(
     for k in pass_ks(chains):
         both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)
         figures += [
-            Figure(f"handoff/retention@{k}", f"retention of pass@{k}", "ratio", Ratio(both, alone)),
+            Figure(
+                f"handoff/retention@{k}", f"retention of pass@{k}", "ratio", Ratio(both, alone, "solo is never right")
+            ),
             Figure(f"handoff/difference@{k}", f"pass@{k} minus solo", "fraction", Ratio(both - alone)),
         ]
     switches = [s.switches for s in samples]
@@ -120,7 +122,11 @@ def drift_figures(senior: Sequence[FloatArray], junior: Sequence[FloatArray], pe
             f"drift/{kind}",
             f"KL(senior || junior), {kind}",
             "nats/token",
-            Ratio(by_prompt([_kl(a, b, kind) for a, b in zip(senior, junior, strict=True)], per_prompt), tokens),
+            Ratio(
+                by_prompt([_kl(a, b, kind) for a, b in zip(senior, junior, strict=True)], per_prompt),
+                tokens,
+                "no tokens",
+            ),
         )
         for kind in _KINDS
     ]
@@ -144,7 +150,7 @@ def legibility_figures(readings: Sequence[Reading], log_probs: Sequence[FloatArr
             f"legibility/nats_per_{unit}",
             f"log-likelihood per {unit}",
             f"nats/{unit}",
-            Ratio(likelihood, by_prompt([count(r) for r in readings], chains)),
+            Ratio(likelihood, by_prompt([count(r) for r in readings], chains), "no response holds text"),
         )
         for unit, count in counts
     ]

@@ -21,10 +21,14 @@ _COUNTS_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A figure as sums over prompts: `numerator` [N] over `denominator` [N] (None: the mean of the numerator)."""
+    """A figure as sums over prompts: `numerator` [N] over `denominator` [N] (None: the mean of the numerator).
+
+    `zero` says in words what a denominator of 0 means.
+    """
 
     numerator: FloatArray
     denominator: FloatArray | None = None
+    zero: str = "the denominator is 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ def bootstrap(ratios: Mapping[str, Ratio], *, resamples: int, seed: int) -> dict
         denominator = np.ones_like(numerator) if r.denominator is None else r.denominator
         columns += [numerator, np.ascontiguousarray(denominator, np.float64)]
     means = _resampled_means(columns, resamples, seed)
-    return {name: _estimate(means[:, 2 * i], means[:, 2 * i + 1]) for i, name in enumerate(ratios)}
+    return {name: _estimate(means[:, 2 * i], means[:, 2 * i + 1], r.zero) for i, (name, r) in enumerate(ratios.items())}
 
 
 def _resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -> FloatArray:
@@ -100,11 +104,11 @@ def _resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -
     return means
 
 
-def _estimate(numerator: FloatArray, denominator: FloatArray) -> Estimate:
+def _estimate(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estimate:
     """From the means [1 + B] of both; the first entry is the data."""
     defined = denominator != 0.0
     if not defined[0]:
-        return Estimate(None, None, None, "its denominator is 0")
+        return Estimate(None, None, None, zero)
     values = np.divide(numerator, denominator, out=np.zeros_like(numerator), where=defined)
     value, drawn, known = float(values[0]), values[1:], defined[1:]
     tail = (1.0 - LEVEL) / 2.0
@@ -114,5 +118,5 @@ def _estimate(numerator: FloatArray, denominator: FloatArray) -> Estimate:
     high = np.sort(np.where(known, drawn, np.inf))[math.ceil((1.0 - tail) * last)]
     if not (np.isfinite(low) and np.isfinite(high)):
         share = 1.0 - float(known.mean())
-        return Estimate(value, None, None, f"the denominator is 0 in {share:.1%} of the resamples")
+        return Estimate(value, None, None, f"{zero} in {share:.1%} of the resamples")
     return Estimate(value, float(low), float(high))

@@ -146,7 +146,7 @@ def test_the_width_is_that_of_the_normal_approximation() -> None:
 def test_a_zero_denominator_is_said_not_hidden() -> None:
     nothing = one([0.0, 0.0], [0.0, 0.0])
     assert (nothing.value, nothing.low, nothing.high) == (None, None, None)
-    assert nothing.reason == "its denominator is 0"
+    assert nothing.reason == "the denominator is 0"
     # One prompt of two decides: a quarter of the resamples leave it out.
     rare = one([0.5, 0.0], [1.0, 0.0], resamples=2000)
     assert rare.value == 0.5
