@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from slime_tandem import __version__
-from slime_tandem.config import RunConfig, fields_of
+from slime_tandem.config import RunConfig, Strategy, fields_of
 from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
@@ -70,8 +71,19 @@ def build_parser() -> argparse.ArgumentParser:
     again.add_argument("--overwrite", action="store_true", help="delete an existing run of this name first")
     sub.set_defaults(action=_train)
 
-    sub = command("eval", "Solo and tandem accuracy and teacher KL of a senior on held-out prompts.", settings=True)
+    sub = command(
+        "eval",
+        "A senior on held-out prompts: solo pass@k, handoff robustness, drift from the junior, legibility to it.",
+        settings=True,
+    )
+    sub.add_argument(
+        "--handoff-strategy",
+        choices=get_args(Strategy),
+        default=argparse.SUPPRESS,
+        help="short for --set eval.handoff_strategy=... (default: that setting)",
+    )
     sub.add_argument("--output", metavar="FILE", help="also write the figures as JSON")
+    sub.add_argument("--plot", metavar="FILE", help="also draw them, as one self-contained SVG")
     sub.set_defaults(action=_eval)
 
     sub = command("report", "Write report.html of a run and print its table.")
@@ -113,6 +125,8 @@ def _load(args: argparse.Namespace) -> RunConfig:
     overrides = list(args.overrides)
     if args.model:
         overrides.append(f"models.senior={json.dumps(args.model)}")
+    if getattr(args, "handoff_strategy", None):
+        overrides.append(f"eval.handoff_strategy={args.handoff_strategy}")
     return RunConfig.load(args.config, overrides)
 
 
@@ -130,23 +144,35 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from slime_tandem.local.rollouts import evaluate
-    from slime_tandem.local.tasks import TaskSet
-    from slime_tandem.local.team import Team
+    from rich.console import Console
+
+    from slime_tandem.evaluation.run import run_evaluation
+    from slime_tandem.evaluation.show import svg, table
 
     config = _load(args)
-    tasks = TaskSet(config.tasks, config.seed)
-    prompts = tasks.heldout_prompts(config.eval.prompts)
-    with Team(config, config.run_dir / "logs") as team:
-        metrics, _ = evaluate(team, tasks, prompts, config.eval.samples_per_prompt)
-    text = json.dumps({"model": str(team.folders["senior"]), "prompts": len(prompts), **metrics}, indent=2)
-    print(text)
-    if args.output:
-        try:
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RunDirError(explain("--output", args.output, "a writable file", str(error))) from None
+    for flag, name in (("--output", args.output), ("--plot", args.plot)):
+        _writable(flag, name)
+    evaluation = run_evaluation(config, lambda line: print(line, file=sys.stderr, flush=True))
+    Console().print(table(evaluation))
+    for note in evaluation.notes:
+        print(note)
+    _write("--output", args.output, json.dumps(evaluation.to_json(), indent=2, allow_nan=False) + "\n")
+    _write("--plot", args.plot, svg(evaluation))
     return 0
+
+
+def _writable(flag: str, name: str | None) -> None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    if name is not None and (Path(name).is_dir() or not Path(name).parent.is_dir()):
+        raise RunDirError(explain(flag, name, "a file in an existing folder", "make the folder, or name another file"))
+
+
+def _write(flag: str, name: str | None, text: str) -> None:
+    if name is not None:
+        try:
+            Path(name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RunDirError(explain(flag, name, "a writable file", str(error))) from None
 
 
 def _report(args: argparse.Namespace) -> int:

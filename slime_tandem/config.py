@@ -18,6 +18,7 @@ from slime_tandem.errors import ConfigError, explain
 
 Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
 BoundaryClass = Literal["space", "newline", "punctuation"]
+AuthorSchedule = Literal["draw", "alternate"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -54,6 +55,11 @@ class TandemConfig(Section):
     enabled: bool = Field(True, description="False: the senior writes alone (plain GRPO)")
     selection_strategy: Strategy = Field("word", description="where a handoff may fall")
     prob_senior: Probability = Field(0.5, description="probability that a new run is the senior's")
+    author_schedule: AuthorSchedule = Field(
+        "draw",
+        description="draw: every run's author by prob_senior; alternate: senior, junior, senior, ... "
+        "(chunk and alternating always alternate)",
+    )
     max_gap_tokens: int = Field(32, ge=1, description="a run ends after so many tokens without a boundary")
     chunk_size: int = Field(16, ge=1, description="tokens per turn, strategy chunk only")
     boundary_classes: tuple[BoundaryClass, ...] = Field(
@@ -208,6 +214,28 @@ class EvalConfig(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts")
     samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
     every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+    chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
+    temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
+    top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")
+    top_k: int = Field(20, ge=-1, description="`slime-tandem eval`: -1: whole vocabulary")
+    handoff_strategy: Strategy = Field(
+        "sentence",
+        description="`slime-tandem eval`: where the pen changes hands, senior first (sentence: at blank lines, the paper's; "
+        "choose word where answers have none)",
+    )
+    drift_samples: int = Field(
+        4,
+        ge=1,
+        description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
+    )
+    resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("-1 (whole vocabulary) or at least 1, SGLang refuses 0")
+        return value
 
 
 class EngineConfig(Section):
@@ -286,6 +314,11 @@ class RunConfig(Section):
             raise ValueError(
                 "sampling.temperature=0: expected a temperature above 0 for training, greedy groups are all alike. "
                 "Remedy: set it to 1.0"
+            )
+        if self.eval.temperature == 0.0 and self.eval.chains > 1:
+            raise ValueError(
+                f"eval.chains={self.eval.chains}: expected 1 with eval.temperature=0, greedy chains are all alike. "
+                "Remedy: set eval.chains=1, or raise eval.temperature"
             )
         if self.objective.reward_coef > 0 and self.train.samples_per_prompt == 1 and self.train.steps > 0:
             raise ValueError(
@@ -411,7 +444,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield str(item["msg"]).removeprefix("Value error, ") + "."
         elif kind == "literal_error":
             field = where.rsplit(".", 1)[-1]
-            choices = [str(c) for c in get_args(Strategy)] if field == "selection_strategy" else []
+            choices = (
+                [str(c) for c in get_args(Strategy)] if field in ("selection_strategy", "handoff_strategy") else []
+            )
             close = difflib.get_close_matches(str(value), choices, n=1)
             yield explain(
                 where,

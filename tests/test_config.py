@@ -65,6 +65,10 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("objective.kl_estimator", "k4", "one of 'k1', 'k2' or 'k3'"),
     ("objective.clip_low", 1.0, "less than 1"),
     ("models.senior", 7, "valid string"),
+    ("eval.top_k", 0, "-1 (whole vocabulary) or at least 1"),
+    ("eval.chains", 0, "greater than or equal to 1"),
+    ("eval.resamples", 10, "greater than or equal to 100"),
+    ("tandem.author_schedule", "toggle", "one of 'draw' or 'alternate'"),
     ("models.dtype", "float16", "one of 'float32' or 'bfloat16'"),
     ("engine.request_timeout_s", -1, "greater than 0"),
     ("train.steps", -1, "greater than or equal to 0"),
@@ -97,6 +101,7 @@ def test_a_misspelt_strategy_gets_a_suggestion() -> None:
     assert all(repr(s) in text for s in get_args(Strategy))
     assert "did you mean 'word'?" in text
     assert "did you mean" not in problem({"tandem": {"selection_strategy": "zzz"}})
+    assert "did you mean 'sentence'?" in problem({"eval": {"handoff_strategy": "sentences"}})
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"top_k": 0}}, "sampling.top_k=0: expected -1"),
     ({"sampling": {"temperature": 0}, "opd": {"enabled": False}}, "sampling.temperature=0: expected"),
     ({"train": {"samples_per_prompt": 1}}, "train.samples_per_prompt=1: expected at least 2"),
+    ({"eval": {"temperature": 0}}, "eval.chains=8: expected 1 with eval.temperature=0"),
     ({"train": {"prompts_per_step": 8, "updates_per_step": 3}}, "train.updates_per_step=3: expected a divisor"),
     ({"objective": {"reward_coef": 0}, "opd": {"enabled": False}}, "objective.reward_coef=0: expected opd.enabled=true"),
     ({"objective": {"reward_coef": 0}, "opd": {"coef": 0}}, "objective.reward_coef=0: expected opd.enabled=true"),

@@ -68,11 +68,12 @@ class Teacher:
         return request, response
 
 
-def response_log_probs(result: GenerateResult, response: Sequence[int]) -> list[float]:
+def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> list[float]:
     """The last `len(response)` input log-probs of an answer [Rt], nats.
 
     Taken from the end, because engines differ in whether the entry at `logprob_start_len` itself is returned. Raises
-    TeacherScoreError for a short answer, other ids than sent, or a value that is no log-prob (None, NaN, inf, positive).
+    TeacherScoreError for a short answer, other ids than sent, or a value that is no log-prob (None, NaN, inf, positive);
+    `role` names the scorer in it.
     """
     n = len(response)
     if n == 0:
@@ -81,10 +82,10 @@ def response_log_probs(result: GenerateResult, response: Sequence[int]) -> list[
     if len(values) < n or list(ids) != list(response):
         raise TeacherScoreError(
             explain(
-                f"teacher answer {result.rid}",
+                f"{role} answer {result.rid}",
                 f"{len(result.input_log_probs)} input log-probs",
                 f"one for each of the {n} response tokens, with the ids that were sent",
-                "check the teacher's server or router (some drop log-prob fields: sglang #10764, #10766)",
+                f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
             )
         )
     out: list[float] = []
@@ -92,10 +93,10 @@ def response_log_probs(result: GenerateResult, response: Sequence[int]) -> list[
         if value is None or not math.isfinite(value) or value > 1e-4:
             raise TeacherScoreError(
                 explain(
-                    f"teacher answer {result.rid}, response position {position}",
+                    f"{role} answer {result.rid}, response position {position}",
                     value,
                     "a finite log-probability of at most 0",
-                    "the teacher's server is faulty or gives the token no probability at all",
+                    f"the {role}'s server is faulty or gives the token no probability at all",
                 )
             )
         out.append(min(value, 0.0))

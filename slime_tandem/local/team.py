@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from slime_tandem.config import RunConfig
+from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.hf import check_model_folder
@@ -164,25 +164,35 @@ class Team:
         return dead
 
     def write(
-        self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool
+        self,
+        prompts: Sequence[Prompt],
+        rollout_id: int,
+        per_prompt: int,
+        *,
+        tandem: bool,
+        rule: HandoffRule | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> list[TandemSample | FailedSample]:
         """Write `per_prompt` responses for every prompt, in order; a pure function of the weights, prompts and rollout id.
 
         Every server forgets its cache first: a cached prefix would change the last bits of the log-probs, and a resumed run
-        could not repeat an uninterrupted one.
+        could not repeat an uninterrupted one. `rule` and `sampling` stand in for the run's own (evaluation has others).
         """
-        rule = self.tandem_rule if tandem else self.solo_rule
+        rule = rule or (self.tandem_rule if tandem else self.solo_rule)
+        sampling = sampling or self.config.sampling
         writers = [
-            self._writer(SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule)
+            self._writer(SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule, sampling)
             for group, prompt in enumerate(prompts)
             for i in range(per_prompt)
         ]
         return self.runner.run(self._write(writers))
 
-    def _writer(self, key: SampleKey, group: int, prompt: Prompt, rule: HandoffRule) -> TandemWriter:
+    def _writer(
+        self, key: SampleKey, group: int, prompt: Prompt, rule: HandoffRule, sampling: SamplingConfig
+    ) -> TandemWriter:
         t = self.config.tandem
         junior_text = None
-        if self.spellers is not None and rule is self.tandem_rule:
+        if self.spellers is not None and rule is not self.solo_rule:
             junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
         return TandemWriter(
             key,
@@ -190,9 +200,9 @@ class Team:
             prompt,
             self.student.render(prompt.messages),
             rule,
-            self.config.sampling,
+            sampling,
             self.student.tokens,
-            custom_boundary=t.boundary_token_ids is not None,
+            custom_boundary=t.boundary_token_ids is not None and rule.boundary == frozenset(t.boundary_token_ids),
             boundary_classes=t.boundary_classes,
             score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
             junior_text=junior_text,
