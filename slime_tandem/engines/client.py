@@ -29,7 +29,8 @@ from slime_tandem.errors import (
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
-_RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
+# ClientError: also an answer that is no HTTP, from whatever else listens there.
+_RETRIED = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
 
 class EngineClient:
