@@ -164,8 +164,9 @@ def _report(args: argparse.Namespace) -> int:
     from slime_tandem.report.summary import write_summary
 
     summary = write_summary(Path(args.run))
+    page = write_report(Path(args.run))
     Console().print(final_table(summary))
-    print(f"report: {write_report(Path(args.run))}")
+    print(f"report: {page}")
     return 0
 
 
@@ -223,7 +224,7 @@ def _flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise RunDirError(explain_os_error("standard output", error)) from None
+        raise RunDirError(explain_os_error("output", error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TandemError, OSError) as error:
         if os.environ.get("SLIME_TANDEM_TRACEBACK"):
             traceback.print_exc()
-        message = str(error) if isinstance(error, TandemError) else explain_os_error(error.filename or "file", error)
+        message = str(error) if isinstance(error, TandemError) else explain_os_error(error.filename or "output", error)
         print("\n".join((f"{command}: {message}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from filelock import FileLock
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig, fields_of
+from slime_tandem.report import writer
 
 TASK = {"family": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
 COMMANDS = ("train", "eval", "report", "config", "serve", "pretrain", "fetch-model")
@@ -292,13 +295,19 @@ def test_a_full_disk_at_the_start_is_told_before_any_server_starts(
 
 
 def test_a_disk_that_fills_in_mid_run_ends_the_run(
-    capsys: pytest.CaptureFixture[str], config: Callable[..., str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every write to the metrics fails; the report of what there is, is written all the same."""
+    """Writes to the metrics fail; so does the report. (A link to /dev/full would not do: reading it never ends.)"""
     run = tmp_path / "runs" / "r"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").symlink_to("/dev/full")
-    (run / "report.html").mkdir()
+    (run / "report.html").mkdir(parents=True)
+    write = writer._write_all
+
+    def full(file: FileIO, content: bytes) -> None:
+        if str(file.name).endswith("metrics.jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, content)
+
+    monkeypatch.setattr(writer, "_write_all", full)
     assert cli.main(["train", "--config", config(tandem={"enabled": False}, opd={"enabled": False})]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"slime-tandem train: {run / 'metrics.jsonl'}='No space left on device': expected ")
@@ -329,7 +338,7 @@ def test_a_killed_server_comes_back_and_a_short_teacher_fails_only_samples(
     teacher = Path(shutil.copytree(trio.teacher, tmp_path / "short"))
     tree = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**tree, "max_position_embeddings": 8}))
-    path = config(models={"teacher": str(teacher)}, train={"steps": 30})
+    path = config(models={"teacher": str(teacher)}, train={"steps": 8})
     run = tmp_path / "runs" / "r"
     with subprocess.Popen(
         [sys.executable, "-m", "slime_tandem.cli", "train", "--config", path],
@@ -347,8 +356,8 @@ def test_a_killed_server_comes_back_and_a_short_teacher_fails_only_samples(
     assert process.returncode == 0, err
     assert err.startswith("restarted the junior server after: ")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(30))
-    assert [row["opd/failed_samples"] for row in rows] == [4] * 30
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["opd/failed_samples"] for row in rows] == [4] * 8
     assert all(row["opd/teacher_kl"] is None for row in rows)
     assert servers_of(run) == []
 
@@ -435,15 +444,14 @@ def test_the_traceback_of_a_user_error_is_shown_on_request(
     assert err.splitlines()[-1].startswith("slime-tandem report: run folder=")
 
 
-@pytest.mark.parametrize("argv", [["train", "--help"], ["config", "--check", "CONFIG"]])
-def test_a_closed_pipe_is_exit_code_1_and_silent(config: Callable[..., str], argv: list[str]) -> None:
-    argv = [config() if part == "CONFIG" else part for part in argv]
+def test_a_closed_pipe_is_exit_code_1_and_silent(config: Callable[..., str]) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "slime_tandem.cli", *argv], stdout=write, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "slime_tandem.cli", "config", "--check", config()],
+            stdout=write, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
@@ -456,7 +464,7 @@ def test_a_full_disk_under_the_output_is_told(config: Callable[..., str]) -> Non
             stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("slime-tandem config: standard output='No space left on device': expected ")
+    assert done.stderr.startswith("slime-tandem config: output='No space left on device': expected ")
     assert len(done.stderr.splitlines()) == 1
 
 
