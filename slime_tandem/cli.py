@@ -1,23 +1,25 @@
 """The command line: `slime-tandem train | eval | report | config | serve | pretrain | fetch-model`.
 
-Errors that a user can cause end with exit code 2 and one message that says what to do; `SLIME_TANDEM_TRACEBACK=1` adds the
-traceback. Ctrl-C ends with exit code 130.
+Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
+(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 130 for Ctrl-C; 1 when the reader of the output went away, and for a fault
+of ours, whose traceback follows a line that asks for a report.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, Strategy, fields_of
-from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain
+from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain, explain_os_error
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -123,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _load(args: argparse.Namespace) -> RunConfig:
     overrides = list(args.overrides)
-    if args.model:
+    if args.model is not None:
         overrides.append(f"models.senior={json.dumps(args.model)}")
     if getattr(args, "handoff_strategy", None):
         overrides.append(f"eval.handoff_strategy={args.handoff_strategy}")
@@ -183,8 +185,9 @@ def _report(args: argparse.Namespace) -> int:
     from slime_tandem.report.summary import write_summary
 
     summary = write_summary(Path(args.run))
+    page = write_report(Path(args.run))
     Console().print(final_table(summary))
-    print(f"report: {write_report(Path(args.run))}")
+    print(f"report: {page}")
     return 0
 
 
@@ -231,25 +234,52 @@ def _fetch_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `slime-tandem`; returns the exit code."""
-    args = build_parser().parse_args(argv)
+def _flush() -> None:
+    """Deliver what was printed, here, where a failure is an exit code; at the interpreter's end it would be a traceback."""
+    if sys.stdout is None:  # started with a closed standard output
+        return
     try:
-        code: int = args.action(args)
-        return code
-    except TandemError as error:
-        if os.environ.get("SLIME_TANDEM_TRACEBACK"):
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered has no reader: the interpreter's own flush must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
             raise
-        print(f"slime-tandem {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "\nstopped; `--resume` goes on from the last checkpoint" if args.command == "train" else "", file=sys.stderr
-        )
-        return 130
+        raise RunDirError(explain_os_error("output", error)) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # the table's lines are no reason to fail on an ASCII terminal
+    command = "slime-tandem"
+    try:
+        try:
+            args = build_parser().parse_args(argv)
+            command = f"slime-tandem {args.command}"
+            code: int = args.action(args)
+        finally:
+            _flush()
+        return code
     except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
+        return 1
+    except (TandemError, OSError) as error:
+        if os.environ.get("SLIME_TANDEM_TRACEBACK"):
+            traceback.print_exc()
+        message = str(error) if isinstance(error, TandemError) else explain_os_error(error.filename or "output", error)
+        print("\n".join((f"{command}: {message}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        hint = "; `--resume` goes on from the last checkpoint" if command.endswith(" train") else ""
+        print("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole
+        print(
+            f"{command}: internal error ({type(error).__name__}). Please report it with the lines below.",
+            file=sys.stderr,
+        )
+        traceback.print_exc()
         return 1
 
 

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -205,7 +206,7 @@ class TrainConfig(Section):
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
     save_every: int = Field(10, ge=1, description="steps between checkpoints")
-    threads: int | None = Field(None, ge=1, description="torch threads of the trainer; null: all cores")
+    threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
 
 
 class EvalConfig(Section):
@@ -252,9 +253,9 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
     max_retries: int = Field(5, ge=0, description="repeats after disconnects, time-outs and 5xx answers")
     backoff_s: float = Field(0.2, ge=0.0, description="first pause before a repeat; doubles, at most 5 s")
-    max_batch: int = Field(256, ge=1, description="sequences an embedded server decodes at once")
-    cache_tokens: int = Field(65536, ge=256, description="KV cache of an embedded server, in tokens")
-    threads: int = Field(1, ge=1, description="torch threads of an embedded server")
+    max_batch: int = Field(256, ge=1, le=2**20, description="sequences an embedded server decodes at once")
+    cache_tokens: int = Field(65536, ge=256, le=2**31, description="KV cache of an embedded server, in tokens")
+    threads: int = Field(1, ge=1, le=1024, description="torch threads of an embedded server")
     sessions: bool = Field(
         False,
         description="keep contexts on the servers and send new tokens only: traffic grows linearly with the response",
@@ -262,6 +263,18 @@ class EngineConfig(Section):
     tokens_per_request: int | None = Field(
         None, ge=1, description="most tokens asked for in one co-writing request; null: whole runs"
     )
+
+    @field_validator("senior_url", "junior_url", "teacher_url")
+    @classmethod
+    def _is_http_url(cls, value: str | None) -> str | None:
+        try:
+            parts = urlsplit(value or "http://none")
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a broken IPv6 address, a port that is no number
+            good = False
+        if value == "" or not good:
+            raise ValueError("null or a URL such as http://127.0.0.1:30000")
+        return value
 
 
 class RunConfig(Section):
@@ -376,16 +389,38 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+class _Loader(yaml.SafeLoader):
+    """The safe loader, but a key that stands twice in one mapping is an error: PyYAML would drop the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader's; raises ConstructorError for a key that is there already."""
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    problem = f"the key `{key_node.value}` stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one YAML mapping with the safe loader; raises ConfigError otherwise."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(explain("--config", str(path), "an existing YAML file", "check the path")) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(explain("--config", str(path), "a readable UTF-8 text file", str(error))) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        expected = f"a readable UTF-8 text file ({why})"
+        raise ConfigError(explain("--config", str(path), expected, "give a YAML file, saved as UTF-8")) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets a month 13 through as ValueError
-        raise ConfigError(explain("--config", str(path), "valid YAML", " ".join(str(error).split()))) from None
+        expected = f"valid YAML ({' '.join(str(error).split())})"
+        raise ConfigError(explain("--config", str(path), expected, "correct the file at this place")) from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -398,7 +433,7 @@ def _set_override(tree: dict[str, Any], item: str) -> None:
     if not eq or not key:
         raise ConfigError(explain("--set", item, "key=value with a dotted key", "e.g. --set tandem.prob_senior=0.3"))
     try:
-        value = yaml.safe_load(raw) if raw else ""
+        value = _load_yaml(raw) if raw else ""
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(explain("--set", item, "a YAML value", "quote it")) from None
     node = tree
@@ -422,11 +457,8 @@ def fields_of(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    known = (
-        [name for name, _, _ in fields_of()]
-        + list(RunConfig.model_fields)
-        + [f"tasks.{n}" for n in TaskSpec.model_fields]
-    )
+    defaults = {name: default for name, default, _ in fields_of()}
+    known = list(defaults) + list(RunConfig.model_fields) + [f"tasks.{n}" for n in TaskSpec.model_fields]
     items = error.errors(include_url=False)
     for item in items:
         if item["type"] == "too_short" and any(other["loc"][:1] == item["loc"] != other["loc"] for other in items):
@@ -456,5 +488,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
             )
         else:
             yield explain(
-                where or "config", value, str(item["msg"]).removeprefix("Value error, "), "correct this setting"
+                where or "config",
+                value,
+                str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be "),
+                f"correct this setting (default: {defaults[where]!r})" if where in defaults else "correct this setting",
             )

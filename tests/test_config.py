@@ -422,7 +422,9 @@ trees = st.fixed_dictionaries(
         "opd": st.fixed_dictionaries({}, optional={"clip": st.none() | st.floats(1e-9, 1e9)}),
         "optimizer": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1e3), "eps": st.floats(1e-300, 1)}),
         "eval": st.fixed_dictionaries({}, optional={"every": st.none() | st.integers(1, 10**6)}),
-        "engine": st.fixed_dictionaries({}, optional={"senior_url": st.none() | words}),
+        "engine": st.fixed_dictionaries(
+            {}, optional={"senior_url": st.none() | st.sampled_from(["http://127.0.0.1:30000", "https://host.example/base"])}
+        ),
     },
 )  # fmt: skip
 

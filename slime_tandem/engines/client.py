@@ -35,7 +35,8 @@ _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _UNUSABLE_RETRIES = 2
 """Repeats of an answer that lacks something: SGLang loses a log-prob of a retracted request, the next try has it."""
-_RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
+# ClientError: also an answer that is no HTTP, from whatever else listens there.
+_RETRIED = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
 
 class EngineClient:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -17,11 +17,11 @@ from typing import Literal, Self
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.hf import check_model_folder
+from slime_tandem.engines.hf import check_model_folder, read_model_config
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError, ModelError, explain
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
 from slime_tandem.rollout.boundaries import BoundaryRecord
@@ -32,6 +32,15 @@ from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 Role = Literal["senior", "junior", "teacher"]
+
+
+@contextlib.contextmanager
+def _of_role(role: Role) -> Iterator[None]:
+    """Say in a ModelError whose model it is: two roles may have folders of the same name, or the same folder."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(f"models.{role}: {error}") from error
 
 
 class Team:
@@ -46,12 +55,15 @@ class Team:
         self.roles += ["junior"] if config.tandem.enabled else []
         self.roles += ["teacher"] if config.opd.enabled else []
         cache = Path(config.models.cache_dir)
-        self.folders: dict[Role, Path] = {r: resolve_model(getattr(config.models, r), cache) for r in self.roles}
-        for role, folder in self.folders.items():
-            if getattr(config.engine, f"{role}_url") is None or role == "senior":
-                check_model_folder(folder)
+        self.folders: dict[Role, Path] = {}
+        self.tokenizers: dict[Role, ModelTokenizer] = {}
         trust = config.models.trust_remote_code
-        self.tokenizers = {r: ModelTokenizer.load(f, trust_remote_code=trust) for r, f in self.folders.items()}
+        for role in self.roles:
+            with _of_role(role):
+                folder = self.folders[role] = resolve_model(getattr(config.models, role), cache)
+                if getattr(config.engine, f"{role}_url") is None or role == "senior":
+                    check_model_folder(folder)
+                self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
         self.spellers = None
         if config.tandem.enabled and config.tandem.junior_tokenizer == "same":
@@ -66,6 +78,7 @@ class Team:
         self.clients: dict[Role, EngineClient] = {}
         self.runner = asyncio.Runner()
         self._connections = contextlib.AsyncExitStack()
+        self._teacher_max_tokens: int | None = None
         self.senior_version: str | None = None
         self._senior_weights: Path | None = None
 
@@ -110,6 +123,18 @@ class Team:
             client = self.runner.run(self._connections.enter_async_context(self._client(role, urls[role])))
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
+        if "teacher" in self.clients:
+            self._teacher_max_tokens = self._max_tokens("teacher")
+
+    def _max_tokens(self, role: Role) -> int | None:
+        """Input tokens that a role's server takes: what it tells, else what the model's config says, else None."""
+        told = self.runner.run(self.clients[role].model_info()).get("max_total_tokens")
+        if isinstance(told, int):
+            return told
+        # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
+        # _validate_one_request).
+        context = read_model_config(self.folders[role]).get("max_position_embeddings")
+        return context - 1 if isinstance(context, int) else None
 
     def _client(self, role: Role, url: str) -> EngineClient:
         e = self.config.engine
@@ -130,6 +155,15 @@ class Team:
         if not value:
             raise ConfigError(
                 explain("engine.api_key_env", name, "an environment variable that is set", f"export {name}")
+            )
+        if not (value.isascii() and value.isprintable()) or " " in value:
+            raise ConfigError(
+                explain(
+                    f"the variable {name} of engine.api_key_env",
+                    "(not shown)",
+                    "a key of printable ASCII without blanks",
+                    "export it without a line end",
+                )
             )
         return value
 
@@ -227,5 +261,11 @@ class Team:
         """The scorer; only where `opd.enabled`."""
         t = self.tokenizers["teacher"]
         return Teacher(
-            self.clients["teacher"], t.tokens, t.render, t.encode, t.end_of_turn, self.config.engine.max_batch
+            self.clients["teacher"],
+            t.tokens,
+            t.render,
+            t.encode,
+            t.end_of_turn,
+            self.config.engine.max_batch,
+            self._teacher_max_tokens,
         )
