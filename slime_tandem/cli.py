@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from pydantic import BaseModel
+
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, Strategy, fields_of
 from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain, explain_os_error
@@ -35,7 +37,7 @@ def _settings_help() -> str:
 
 def _brief(default: object) -> str:
     if isinstance(default, tuple):
-        return json.dumps([d.model_dump(exclude_defaults=True) for d in default])
+        return json.dumps([d.model_dump(exclude_defaults=True) if isinstance(d, BaseModel) else d for d in default])
     return json.dumps(default)
 
 

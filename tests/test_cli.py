@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -374,7 +375,9 @@ def test_help_lists_every_default(capsys: pytest.CaptureFixture[str], command: s
     for action in sub._actions:
         if action.option_strings and action.dest != "help":
             assert action.option_strings[-1] in text
-            if action.default is not None and not action.required:
+            if action.default == argparse.SUPPRESS:  # short for a setting, whose default is in the list below
+                assert "(default: that setting)" in (action.help or "")
+            elif action.default is not None and not action.required:
                 assert f"(default: {action.default})" in flat
     if command in ("train", "eval"):
         for name, default, _ in fields_of():
