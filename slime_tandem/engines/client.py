@@ -233,7 +233,8 @@ class EngineClient:
             meta, output_ids = answer["meta_info"], answer["output_ids"]
             reason = meta["finish_reason"]
             finish, version, rid = reason["type"], meta["weight_version"], meta["id"]
-            prompt_tokens = int(meta["prompt_tokens"])
+            # SGLang leaves it out for a request aborted while it still waited (tokenizer_manager.py:2721).
+            prompt_tokens = int(meta["prompt_tokens"] if finish != "abort" else meta.get("prompt_tokens", 0))
         except (KeyError, TypeError) as error:
             raise self._bad(
                 where, repr(answer)[:120], f"meta_info and output_ids as SGLang sends them ({error!r})"
