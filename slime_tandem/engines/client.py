@@ -333,7 +333,8 @@ def _generate_body(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
         "top_logprobs_num": [r.top_logprobs_num for r in requests],
     }
     if any(r.token_ids_logprob is not None for r in requests):
-        body["token_ids_logprob"] = [r.token_ids_logprob for r in requests]
+        # SGLang refuses a null within the list, and takes an empty list for none.
+        body["token_ids_logprob"] = [r.token_ids_logprob or () for r in requests]
     if requests[0].session_params is not None:
         body["session_params"] = requests[0].session_params
     return body

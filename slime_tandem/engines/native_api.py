@@ -338,7 +338,7 @@ class RequestParser:
             logprob_start=start if return_logprob and start >= 0 else n,
             top_logprobs_num=top_num if return_logprob else 0,
             token_ids_logprob=None
-            if chosen is None or not return_logprob
+            if chosen in (None, []) or not return_logprob
             else tuple(_token_ids("token_ids_logprob", chosen, self.model.vocab_size).tolist()),
         )
         return Item(

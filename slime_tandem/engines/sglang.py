@@ -43,7 +43,7 @@ class SglangProcess(ChildServer):
     (SGLang takes the last of a repeated flag). `port` 0 chooses a free one. Raises PortInUseError at launch for a busy port.
     """
 
-    # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:634).
+    # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
     health_timeout_s = 10.0
 
     def __init__(

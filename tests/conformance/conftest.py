@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.hf import load_model, load_tokenizer
@@ -75,6 +76,22 @@ class Rig:
         return str(self.tokenizer.decode(list(ids)))
 
 
+def _untied(like: Path, folder: Path, seed: int) -> Path:
+    """A random model with the tokenizer and sizes of `like`, but an output layer of its own: a tied one, untrained, says again
+    what it was told last, and no test of stops could see more than one token."""
+    config = AutoConfig.from_pretrained(like)
+    config.tie_word_embeddings = False
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    load_tokenizer(like).save_pretrained(folder)
+    return folder
+
+
 def _server(kind: str, folder: Path, log: Path) -> ChildServer:
     if kind == "embedded":
         return ServerProcess(folder, log_file=log, max_batch=64, cache_tokens=4096)
@@ -84,9 +101,16 @@ def _server(kind: str, folder: Path, log: Path) -> ChildServer:
     return SglangProcess(folder, python=python, log_file=log, start_timeout_s=600)
 
 
+@pytest.fixture(scope="session")
+def folders(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("conformance")
+    return {role: _untied(trio.senior, root / role, seed) for seed, role in enumerate(("senior", "junior"))}
+
+
 @pytest.fixture(scope="session", params=["embedded", "sglang"])
-def rig(request: pytest.FixtureRequest, trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folders = {"senior": trio.senior, "junior": trio.junior}
+def rig(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
     logs = tmp_path_factory.mktemp(f"{request.param}-logs")
     servers = {role: _server(request.param, folder, logs / f"{role}.log") for role, folder in folders.items()}
     try:
