@@ -31,18 +31,21 @@ import sys
 import types
 
 
-def _missing(module, name):
-    if name.startswith("__"):
-        raise AttributeError(name)
+class _Missing:
+    def __init__(self, name):
+        self._name = name
 
-    def missing(*args, **kwargs):
-        raise RuntimeError(f"{module}.{name} was called, but sgl_kernel is a stand-in here (scripts/sglang_cpu.sh)")
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
 
-    return missing
+    def __call__(self, *args, **kwargs):
+        raise RuntimeError(f"{self._name} was called, but sgl_kernel is a stand-in here (scripts/sglang_cpu.sh)")
 
 
-def __getattr__(name):
-    return _missing(__name__, name)
+# SGLang reads attributes of such names while it is imported (scalar_types.uint4b8), so they are objects, not functions.
+__getattr__ = _Missing(__name__).__getattr__
 
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,7 +56,7 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: _missing(spec.name, name)
+        module.__getattr__ = _Missing(spec.name).__getattr__
         return module
 
     def exec_module(self, module):
