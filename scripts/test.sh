@@ -2,7 +2,8 @@
 # Sets everything up and passes the tests: lint, types and shell checks, then pytest. Arguments go to pytest.
 # The vocabularies of real models are fetched once (167 MB; SLIME_TANDEM_VOCABULARIES names their folder, else .cache/vocabularies).
 # The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium, which is installed here if a
-# Debian machine lacks it and this is root.
+# Debian machine lacks it and this is root. tests/conformance needs real SGLang: SLIME_TANDEM_SGLANG_PYTHON names a python that
+# has it, else scripts/sglang_cpu.sh sets one up (about 3 GB, once).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 setup_venv test check smollm2
@@ -13,4 +14,8 @@ if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v
 fi
 run "$VENV/bin/python" scripts/fetch_vocabularies.py
 run bash scripts/check.sh
+if [[ -z "${SLIME_TANDEM_SGLANG_PYTHON:-}" ]]; then
+  SLIME_TANDEM_SGLANG_PYTHON="$(bash scripts/sglang_cpu.sh)"
+fi
+export SLIME_TANDEM_SGLANG_PYTHON
 run "$VENV/bin/python" -m pytest "$@"

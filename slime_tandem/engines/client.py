@@ -311,7 +311,8 @@ class EngineClient:
             meta, output_ids = answer["meta_info"], answer["output_ids"]
             reason = meta["finish_reason"]
             finish, version, rid = reason["type"], meta["weight_version"], meta["id"]
-            prompt_tokens = int(meta["prompt_tokens"])
+            # SGLang leaves it out for a request aborted while it still waited (tokenizer_manager.py:2721).
+            prompt_tokens = int(meta["prompt_tokens"] if finish != "abort" else meta.get("prompt_tokens", 0))
         except (KeyError, TypeError) as error:
             raise self._bad(
                 where, repr(answer)[:120], f"meta_info and output_ids as SGLang sends them ({error!r})"
@@ -411,7 +412,8 @@ def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict
         "top_logprobs_num": [r.top_logprobs_num for r in requests],
     }
     if any(r.token_ids_logprob is not None for r in requests):
-        body["token_ids_logprob"] = [r.token_ids_logprob for r in requests]
+        # SGLang refuses a null within the list, and takes an empty list for none.
+        body["token_ids_logprob"] = [r.token_ids_logprob or () for r in requests]
     if requests[0].session_params is not None:
         body["session_params"] = requests[0].session_params
     return body

@@ -97,9 +97,8 @@ class Sessions:
         return name
 
     def close(self, session_id: str) -> None:
-        """Forget a session. Raises DataError if there is none."""
-        if self._turns.pop(session_id, None) is None:
-            raise refuse("session_id", session_id, "the id of an open session", "open it with /open_session")
+        """Forget a session; nothing happens if there is none, as in SGLang, so that a clean-up may come twice."""
+        self._turns.pop(session_id, None)
 
     def begin(self, params: Any, rid: str, new_ids: list[int], bos_id: int | None) -> Turn:
         """The turn that `session_params` asks for, its whole input assembled; nothing is stored before `store`.
@@ -339,7 +338,7 @@ class RequestParser:
             logprob_start=start if return_logprob and start >= 0 else n,
             top_logprobs_num=top_num if return_logprob else 0,
             token_ids_logprob=None
-            if chosen is None or not return_logprob
+            if chosen in (None, []) or not return_logprob
             else tuple(_token_ids("token_ids_logprob", chosen, self.model.vocab_size).tolist()),
         )
         return Item(

@@ -391,19 +391,19 @@ class Runner:
         ended = full | stopped | broken
         special = self._special[rows]
         if special.any():
-            ended |= self._special_rows(rows, special.nonzero()[0], log_probs, ended)
+            ended |= self._special_rows(rows, special.nonzero()[0], log_probs, full | broken)
         for i in ended.nonzero()[0].tolist():
             run = self._rows[rows[i]]
             leaving.append(run)
-            # The order of SGLang's Req.check_finished: the length limit first, then ids, then texts.
+            # The order of SGLang's Req.update_finish_state: the length limit first, then texts, then ids.
             if broken[i]:
                 self._finished.append((run.job, Output(error="the model gave logits that are not finite")))
             elif full[i]:
                 self._finish(run, "length")
-            elif stopped[i]:
-                self._finish(run, "stop", matched=int(tokens[i]))
-            else:
+            elif run.output.matched is not None:
                 self._finish(run, "stop", matched=run.output.matched)
+            else:
+                self._finish(run, "stop", matched=int(tokens[i]))
         if leaving:
             self._remember([(run, int(self._length[run.row]) - 1) for run in leaving if run.output.output_ids])
             self._remove(leaving)

@@ -254,8 +254,7 @@ def test_sessions_append_cut_and_close(server: ServerProcess) -> None:
         await client.close_session(name)
         with pytest.raises(EngineRejectedError, match=r"session_params\.id"):
             await client.generate([request("late", [5], 1, session_params={"id": name, "rid": "t1"})])
-        with pytest.raises(EngineRejectedError, match="session_id"):
-            await client.close_session(name)
+        await client.close_session(name)
 
     with_client(server, talk)
 

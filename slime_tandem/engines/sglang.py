@@ -1,0 +1,109 @@
+"""Real SGLang as a child process, from a Python environment of its own; on a CPU with the flags that work there.
+
+SGLang pins versions that are not this project's, so its interpreter is named, not imported from. `scripts/sglang_cpu.sh`
+makes an environment for the CPU; docs/sglang.md says what holds there and what does not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from slime_tandem.engines.launch import ChildServer
+from slime_tandem.errors import EngineUnavailableError, PortInUseError, explain
+
+CPU_ARGS = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32",
+    "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--max-total-tokens", "4096",
+)  # fmt: skip
+"""Flags for a CPU without AMX and without the `sgl_kernel` package: no kernel of it is called with these."""
+
+_CHILD = """
+import os, runpy, signal, sys, threading, time
+parent = int(sys.argv.pop(1))
+def watch():
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+"""What SGLang's interpreter runs: `-m sglang.launch_server`, and the end of its whole process group when the parent dies.
+
+SGLang's scheduler and detokenizer processes stay in that group.
+"""
+
+
+class SglangProcess(ChildServer):
+    """Real SGLang for the model folder `model`; ends, with all its processes, when this process dies, even by SIGKILL.
+
+    `python` is an interpreter that has SGLang. `device` "cpu" adds CPU_ARGS. `extra_args` win over all others but the port
+    (SGLang takes the last of a repeated flag). `port` 0 chooses a free one. Raises PortInUseError at launch for a busy port.
+    """
+
+    # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
+    health_timeout_s = 10.0
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        python: str | os.PathLike[str],
+        log_file: str | os.PathLike[str],
+        device: Literal["cpu", "cuda"] = "cpu",
+        extra_args: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        port: int = 0,
+        threads: int = 1,
+        weight_version: str = "default",
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(
+            model, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
+        )
+        self.python = os.fspath(python)
+        self._device = device
+        self._options = [
+            "--model-path", self.model, "--host", host, "--weight-version", weight_version,
+            *(CPU_ARGS if device == "cpu" else ()), *extra_args,
+        ]  # fmt: skip
+
+    def launch(self) -> None:
+        """Start without waiting. Raises PortInUseError, and EngineUnavailableError if `python` cannot be run."""
+        try:
+            super().launch()
+        except OSError as error:
+            raise EngineUnavailableError(
+                explain(
+                    "python", self.python, f"an interpreter that has SGLang ({error.strerror})",
+                    "make one with scripts/sglang_cpu.sh",
+                )
+            ) from None  # fmt: skip
+
+    def _environment(self) -> Mapping[str, str]:
+        if self._device != "cpu":
+            return {}
+        # Nothing is compiled: SGLang's torch.compile'd helpers would want a C++ compiler and half a minute.
+        return {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+
+    def _command(self) -> list[str]:
+        self._port = _free_port(self.host, self._port)
+        return [self.python, "-c", _CHILD, str(os.getpid()), *self._options, "--port", str(self._port)]
+
+    def _find_port(self) -> bool:
+        return True
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port`, or any free one for 0. Raises PortInUseError, so that a stranger's server is never taken for ours."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                explain("port", port, f"a free port on {host} ({error.strerror})", "stop the other process, or use 0")
+            ) from None
+        return int(sock.getsockname()[1])

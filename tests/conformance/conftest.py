@@ -1,0 +1,126 @@
+"""Two servers of each kind, embedded and real SGLang, a senior and a junior; every test of the folder runs on both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.hf import load_model, load_tokenizer
+from slime_tandem.engines.launch import ChildServer, ServerProcess
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.engines.sglang import SglangProcess
+
+SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
+
+
+@dataclass
+class Rig:
+    """A senior and a junior server of one kind, and transformers' view of their models."""
+
+    kind: Literal["embedded", "sglang"]
+    folders: dict[str, Path]
+    servers: dict[str, ChildServer]
+    references: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+
+    def use(self, what: Callable[[EngineClient], Awaitable[Any]], role: str = "senior") -> Any:
+        async def main() -> Any:
+            async with EngineClient(self.servers[role].url, role=role, max_retries=0) as client:
+                return await what(client)
+
+        return asyncio.run(main())
+
+    def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
+        return self.use(lambda client: client.generate(requests))  # type: ignore[no-any-return]
+
+    def http(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        """(status, parsed JSON or text) of one plain request to the senior; POST if there is a body."""
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.servers['senior'].url}{path}", data=data, method=method)
+        request.add_header("Content-Type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                status, raw = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, raw = error.code, error.read()
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode()
+
+    def log_probs(self, ids: Sequence[int], temperature: float = 1.0, role: str = "senior") -> np.ndarray:
+        """[len(ids), V] by transformers: row i predicts token i + 1."""
+        if role not in self.references:
+            self.references[role] = load_model(self.folders[role], "float32")
+        with torch.no_grad():
+            logits = self.references[role](torch.tensor([list(ids)])).logits[0].float()
+        return np.asarray(torch.log_softmax(logits / temperature, dim=-1))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.folders["senior"])
+        return str(self.tokenizer.decode(list(ids)))
+
+
+def _untied(like: Path, folder: Path, seed: int) -> Path:
+    """A random model with the tokenizer and sizes of `like`, but an output layer of its own: a tied one, untrained, says again
+    what it was told last, and no test of stops could see more than one token."""
+    config = AutoConfig.from_pretrained(like)
+    config.tie_word_embeddings = False
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    load_tokenizer(like).save_pretrained(folder)
+    return folder
+
+
+def _server(kind: str, folder: Path, log: Path) -> ChildServer:
+    if kind == "embedded":
+        return ServerProcess(folder, log_file=log, max_batch=64, cache_tokens=4096)
+    python = os.environ.get(SGLANG_PYTHON)
+    if not python:
+        pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
+    return SglangProcess(folder, python=python, log_file=log, start_timeout_s=600)
+
+
+@pytest.fixture(scope="session")
+def folders(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("conformance")
+    return {role: _untied(trio.senior, root / role, seed) for seed, role in enumerate(("senior", "junior"))}
+
+
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def rig(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    logs = tmp_path_factory.mktemp(f"{request.param}-logs")
+    servers = {role: _server(request.param, folder, logs / f"{role}.log") for role, folder in folders.items()}
+    try:
+        for server in servers.values():
+            server.launch()
+        for server in servers.values():
+            server.wait_ready()
+        yield Rig(request.param, folders, servers)
+        for role, server in servers.items():
+            assert server.is_alive(), f"{role}: {server.log_file.read_text()[-4000:]}"
+    finally:
+        for server in servers.values():
+            server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here

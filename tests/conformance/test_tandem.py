@@ -1,0 +1,92 @@
+"""The tandem loop on two running servers: who wrote what, with which probability, and that it repeats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.protocol import Engine
+from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.rollout.boundaries import boundary_ids
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.tandem import TandemWriter, write_lockstep, write_one
+from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
+
+TOLERANCE = 1e-4
+CAP, SAMPLES = 40, 8
+
+
+def writers(rig: Any, strategy: Strategy, temperature: float = 1.0) -> list[TandemWriter]:
+    tokenizer = ModelTokenizer.load(rig.folders["senior"])
+    ids = boundary_ids(strategy, tokenizer.tokens.table, tokenizer.tokens.special)
+    # Random models write few spaces; a gap of 4 makes words end by the cap too.
+    rule = HandoffRule(strategy, 0.5, 4, 3, ids)
+    made = []
+    for i in range(SAMPLES):
+        prompt = Prompt(f"p{i}", (Message("user", f"State {i} + {i} ="),), None, "test")
+        made.append(
+            TandemWriter(
+                SampleKey(3, 0, i), i, prompt, tokenizer.render(prompt.messages), rule,
+                SamplingConfig(max_new_tokens=CAP, temperature=temperature), eos_ids=tokenizer.tokens.eos_ids,
+                decode=tokenizer.decode,
+            )
+        )  # fmt: skip
+    return made
+
+
+def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[TandemSample]]]) -> list[TandemSample]:
+    async def main() -> list[TandemSample]:
+        async with (
+            EngineClient(rig.servers["senior"].url, role="senior") as senior,
+            EngineClient(rig.servers["junior"].url, role="junior") as junior,
+        ):
+            for client in (senior, junior):
+                await client.flush_cache()
+            return await work({SENIOR: senior, JUNIOR: junior})
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_lockstep_rollouts(rig: Any, strategy: Strategy) -> None:
+    temperature = 0.8 if strategy == "chunk" else 1.0
+    made = writers(rig, strategy, temperature)
+    samples = on_both(rig, lambda who: write_lockstep(made, who, senior_version="default"))
+    assert {a for s in samples for a in s.authorship_mask} == {SENIOR, JUNIOR}
+    for writer, s in zip(made, samples, strict=True):
+        assert s.authorship_mask == writer.rule.authorship(s.key, s.response_ids)
+        assert [run.start for run in s.runs] == [0, *(run.stop for run in s.runs[:-1])]
+        assert s.runs[-1].stop == len(s.response_ids) == len(s.log_probs)
+        assert {run.weight_version for run in s.runs} == {"default"}
+        assert s.finish_reason == ("stop" if s.response_ids[-1] in writer.eos_ids else "length")
+        assert s.finish_reason == "stop" or len(s.response_ids) == CAP
+        # Every token's log-prob is its author's, given the whole text before it.
+        ids, n = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)
+        tables = {
+            SENIOR: rig.log_probs(ids, temperature),
+            JUNIOR: rig.log_probs(ids, temperature, role="junior"),
+        }
+        want = [tables[a][n - 1 + i, t] for i, (a, t) in enumerate(zip(s.authorship_mask, s.response_ids, strict=True))]
+        np.testing.assert_allclose(s.log_probs, want, atol=TOLERANCE, rtol=0)
+
+
+def test_free_running_samples_are_the_lockstep_ones_and_repeat(rig: Any) -> None:
+    """Greedy on SGLang, which has no seeds on a CPU (docs/sglang.md)."""
+    temperature = 0.0 if rig.kind == "sglang" else 1.0
+
+    async def free(who: Mapping[int, Engine]) -> list[TandemSample]:
+        return list(await asyncio.gather(*(write_one(w, who) for w in writers(rig, "word", temperature))))
+
+    together = on_both(rig, lambda who: write_lockstep(writers(rig, "word", temperature), who))
+    singly = on_both(rig, free)
+    again = on_both(rig, free)
+    for a, b, c in zip(together, singly, again, strict=True):
+        assert a.response_ids == b.response_ids == c.response_ids
+        assert a.authorship_mask == b.authorship_mask
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,115 @@
+"""The launcher of real SGLang, with a stand-in package that starts a process of its own; SGLang itself: tests/conformance."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_tandem.engines.sglang import CPU_ARGS, SglangProcess
+from slime_tandem.errors import EngineUnavailableError, PortInUseError
+
+FAKE = """
+import http.server, os, pathlib, subprocess, sys
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+args = sys.argv[1:]
+pathlib.Path(os.environ["FAKE_NOTE"]).write_text(f"{sleeper.pid}\\n" + " ".join(args))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+if "--fail" in args:
+    sys.exit("no such model")
+last = len(args) - 1 - args[::-1].index("--port")
+http.server.HTTPServer(("127.0.0.1", int(args[last + 1])), Handler).serve_forever()
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stand-in notes its own child's process id and its arguments."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(FAKE)
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{path}" if path else str(tmp_path))
+    monkeypatch.setenv("FAKE_NOTE", str(tmp_path / "note"))
+    return tmp_path / "note"
+
+
+def test_stopping_ends_the_whole_tree_and_a_restart_keeps_the_port(note: Path, tmp_path: Path) -> None:
+    extra = ["--dtype", "bfloat16"]
+    with SglangProcess("a model", python=sys.executable, log_file=tmp_path / "log", extra_args=extra) as server:
+        child, args = note.read_text().split("\n")
+        assert args.startswith("--model-path a model --host 127.0.0.1")
+        assert " ".join(CPU_ARGS) in args
+        assert args.index("--dtype bfloat16") > args.index("--dtype float32")
+        assert runs(int(child))
+        url = server.url
+        server.restart()
+        assert server.url == url
+        wait_until(lambda pid=int(child): not runs(pid))
+        child = note.read_text().split("\n")[0]
+    assert not server.is_alive()
+    wait_until(lambda pid=int(child): not runs(pid))
+
+
+def test_what_a_failed_server_left_is_ended_too(note: Path, tmp_path: Path) -> None:
+    server = SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", device="cuda", extra_args=["--fail"])
+    with pytest.raises(EngineUnavailableError, match=r"exit code 1.*[\s\S]*no such model"):
+        server.start()
+    child, args = note.read_text().split("\n")
+    assert "--device" not in args
+    wait_until(lambda pid=int(child): not runs(pid))
+
+
+def test_the_tree_dies_with_a_killed_parent(note: Path, tmp_path: Path) -> None:
+    code = textwrap.dedent(
+        f"""
+        import sys, time
+        from slime_tandem.engines.sglang import SglangProcess
+        server = SglangProcess("m", python=sys.executable, log_file={str(tmp_path / "log")!r})
+        server.start()
+        print(server.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()), int(note.read_text().split("\n")[0])]
+        assert all(map(runs, pids))
+        parent.kill()
+    wait_until(lambda: not any(map(runs, pids)))
+
+
+def test_unusable_settings_are_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailableError, match=r"python='/no/python'.*sglang_cpu\.sh"):
+        SglangProcess("m", python="/no/python", log_file=tmp_path / "log").start()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"port={port}"):
+            SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", port=port).start()
