@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from slime_tandem.engines.fused import wire
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import (
     EngineError,
@@ -116,7 +117,7 @@ class EngineClient:
         part = [requests[i] for i in which]
 
         def rids(attempt: int) -> list[str]:
-            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") for r in part]
+            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
 
         attempts = 0
 
@@ -136,6 +137,8 @@ class EngineClient:
         for i, request, rid, one in zip(which, part, rids(attempts), answer, strict=True):
             try:
                 results[i] = self._result(request, rid, one)
+            except EngineRejectedError:
+                raise
             except EngineError as error:
                 fault = error
         return fault
@@ -320,11 +323,14 @@ class EngineClient:
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         log_probs: tuple[float, ...] = ()
+        authors, senior_log_probs = (), ()
         given_ids: tuple[int, ...] = ()
         input_log_probs: tuple[float | None, ...] = ()
         first = request.logprob_start_len
         scored = request.return_logprob and first >= 0 and finish != "abort"
-        if request.return_logprob:
+        if request.handoff is not None:
+            authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
+        elif request.return_logprob:
             entries = meta.get("output_token_logprobs") or []
             if len(entries) != len(output_ids):
                 raise self._bad(
@@ -363,8 +369,46 @@ class EngineClient:
             input_log_probs=input_log_probs,
             input_ids=given_ids,
             served_rid=wire_rid,
+            authors=authors,
+            senior_log_probs=senior_log_probs,
             **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
         )
+
+    def _tandem(
+        self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+        """(authors, their log-probs, the senior's log-probs) that a fused engine reports of `count` output tokens.
+
+        SGLang's own list of log-probs is not used: it loses one of a request that was retracted, this report does not.
+        """
+        assert request.handoff is not None
+        entries = meta.get(wire.REPORT) or []
+        if count and not entries:
+            raise EngineRejectedError(
+                explain(
+                    f"{self.role} engine {self.base_url} {where}",
+                    "no report of authors",
+                    "a fused engine",
+                    "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
+                )
+            )
+        if any(e[0] == wire.REFUSED for e in entries):
+            raise EngineRejectedError(
+                explain(
+                    f"{self.role} engine {self.base_url} {where}",
+                    f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
+                    "an engine that was started with this boundary table, by this version",
+                    "start it again with the tandem settings of this run; its log names the reason",
+                )
+            )
+        if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
+            raise self._bad(f"{where} {wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids")
+        authors = tuple(int(e[0]) for e in entries)
+        if not request.return_logprob:
+            return authors, (), ()
+        name = f"{where} {wire.REPORT}"
+        log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
+        return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int
@@ -398,6 +442,14 @@ class EngineClient:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._bad(where, value, "a finite log-prob")
         return float(value)
+
+
+def _rule_of(request: GenerateRequest) -> str:
+    """The suffix of the request's name that tells a fused engine who writes; "" for a plain request."""
+    if request.handoff is None:
+        return ""
+    assert request.session_params is None, "the length of a session's input is the server's knowledge"
+    return wire.suffix(request.handoff, len(request.input_ids))
 
 
 def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:
