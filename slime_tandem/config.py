@@ -275,7 +275,12 @@ class RunConfig(Section):
                 f"{name}: expected {wanted} with engine.mode=fused, {why}. Remedy: set it, or engine.mode=two_servers"
                 for name, bad, wanted, why in (
                     ("tandem.enabled=False", not t.enabled, "true", "which decodes two models"),
-                    ("tandem.junior_tokenizer='any'", t.junior_tokenizer == "any", "same", "logits share one vocabulary"),
+                    (
+                        "tandem.junior_tokenizer='any'",
+                        t.junior_tokenizer == "any",
+                        "same",
+                        "logits share one vocabulary",
+                    ),
                     (f"engine.junior_url={e.junior_url!r}", e.junior_url is not None, "null", "senior_url serves both"),
                     ("engine.sessions=True", e.sessions, "false", "a response is one request already"),
                 )

@@ -323,7 +323,8 @@ class EngineClient:
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         log_probs: tuple[float, ...] = ()
-        authors, senior_log_probs = (), ()
+        authors: tuple[int, ...] = ()
+        senior_log_probs: tuple[float, ...] = ()
         given_ids: tuple[int, ...] = ()
         input_log_probs: tuple[float | None, ...] = ()
         first = request.logprob_start_len

@@ -17,8 +17,8 @@ from typing import Literal, Self
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.hf import check_model_folder
 from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.hf import check_model_folder
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine

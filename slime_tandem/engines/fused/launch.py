@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -112,7 +113,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def override_args(
-    senior: Mapping[str, Any], junior: Mapping[str, Any], *, junior_folder: Path | None, tables: Path, tables_sha256: str
+    senior: Mapping[str, Any],
+    junior: Mapping[str, Any],
+    *,
+    junior_folder: Path | None,
+    tables: Path,
+    tables_sha256: str,
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
@@ -299,10 +305,8 @@ class FusedServer:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
-        except ProcessLookupError:
-            pass
         process.wait()
 
     def restart(self) -> None:

@@ -50,7 +50,7 @@ class TandemModel:
         self.tandem_junior = self.single(junior, quant_config=quant_config, prefix=JUNIOR_PREFIX.rstrip("."))
         for layer in self.tandem_junior.model.layers:
             layer.self_attn.attn.layer_id += senior.num_hidden_layers
-        self._layers = senior.num_hidden_layers + junior.num_hidden_layers
+        self._layers: int = senior.num_hidden_layers + junior.num_hidden_layers
         # A buffer: SGLang saves and restores those when it releases and resumes weights.
         self.register_buffer("tandem_tables", load_tables(tandem, senior.vocab_size), persistent=False)  # type: ignore[attr-defined]
         self._junior_folder: str | None = tandem["junior_folder"]
@@ -204,7 +204,9 @@ def load_tables(tandem: dict[str, Any], vocab_size: int) -> torch.Tensor:
     tables = np.load(io.BytesIO(data), allow_pickle=False)
     if tables.dtype != np.bool_ or tables.ndim != 2 or tables.shape[1] > vocab_size or tables[:1].any():
         raise ConfigError(
-            explain("tandem.tables", f"{tables.dtype} {tables.shape}", f"bool rows of at most {vocab_size} ids", "restart")
+            explain(
+                "tandem.tables", f"{tables.dtype} {tables.shape}", f"bool rows of at most {vocab_size} ids", "restart"
+            )
         )
     padded = np.zeros((tables.shape[0], vocab_size), np.bool_)
     padded[:, : tables.shape[1]] = tables

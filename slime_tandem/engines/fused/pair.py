@@ -50,7 +50,9 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
     for name, value, wanted, reason in same:
         if value != wanted:
             faults.append(
-                explain(f"junior.{name}", value, f"{wanted}, the senior's: {reason}", "use two servers, or another junior")
+                explain(
+                    f"junior.{name}", value, f"{wanted}, the senior's: {reason}", "use two servers, or another junior"
+                )
             )
     if junior["num_attention_heads"] > senior["num_attention_heads"]:
         faults.append(

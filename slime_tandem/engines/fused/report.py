@@ -48,7 +48,7 @@ class Report:
         if columns.is_cuda:
             self._host = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
             self._host.copy_(columns, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._host = columns

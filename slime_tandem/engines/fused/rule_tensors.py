@@ -63,8 +63,8 @@ def advance(
 def replay(tokens: torch.Tensor, table: torch.Tensor, cap: int, run: int, run_length: int) -> tuple[int, int]:
     """(run, run length) after all of `tokens` [N], from a state of `run_length` tokens in run `run`.
 
-    `table` [V] bool: after which tokens a run ends, besides after `cap` tokens. In closed form: between two boundaries a stretch
-    of L tokens is ceil(L / cap) runs.
+    `table` [V] bool: after which tokens a run ends, besides after `cap` tokens. In closed form: between two boundaries a
+    stretch of L tokens is ceil(L / cap) runs.
 
     >>> replay(torch.tensor([0, 1, 0, 0, 0]), torch.tensor([False, True]), 2, run=7, run_length=1)
     (10, 1)

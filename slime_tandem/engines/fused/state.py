@@ -28,7 +28,8 @@ _PLAIN = (0, 0, 1 << 32, 0, 0, rule_tensors.NO_CAP, 0)
 class Authors:
     """The authorship state of one engine.
 
-    `tables` [K, V] bool on the device, row 0 all False; `slots`: SGLang's number of request slots; `locations`: of KV locations.
+    `tables` [K, V] bool on the device, row 0 all False; `slots` and `locations`: how many request slots and KV locations
+    SGLang has.
     """
 
     def __init__(self, tables: torch.Tensor, slots: int, locations: int) -> None:
@@ -68,7 +69,8 @@ class Authors:
         self._tokens[location] = token.to(torch.int32)
         rules, states = [], []
         for i, (rid, n) in enumerate(zip(rids, lengths, strict=True)):
-            rule, run, start = _PLAIN, 0, n
+            rule: tuple[int, ...] = _PLAIN
+            run, start = 0, n
             try:
                 parsed = wire.parse(rid or "")
                 if parsed is not None:

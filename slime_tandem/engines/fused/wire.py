@@ -2,7 +2,8 @@
 
 SGLang gives a model the ids of the requests in a batch and nothing else of the user's (`ForwardBatch.rids`; `custom_params`
 arrive only with a logit processor). The suffix comes last, so that aborting by prefix, as SGLang does, still works:
-`<any id>~tandem1:<akey, 16 hex digits>:<threshold, hex>:<alternate, 0 or 1>:<cap, 0: none>:<table or ->:<run>:<run length>:<input length>`
+`<any id>~tandem1:<akey, 16 hex digits>:<threshold, hex>:<alternate, 0 or 1>:<cap, 0: none>:<table or ->:` and then
+`<run>:<run length>:<input length>`.
 """
 
 from __future__ import annotations

@@ -90,12 +90,21 @@ def test_the_state_follows_the_rule_through_prefill_decode_and_retraction(
             if n == len(sequence) - 1:
                 break
             for _ in range(1 + twice):
-                codes = authors.decode(torch.tensor([sequence[n]]), torch.tensor([n]), torch.tensor([slot]), where[slot, n : n + 1].long())
+                codes = authors.decode(
+                    torch.tensor([sequence[n]]), torch.tensor([n]), torch.tensor([slot]), where[slot, n : n + 1].long()
+                )
             n += 1
             if n == again:
                 slot = slot % 7 + 1  # a retracted request comes back in another slot, part of its tokens still cached
                 where[slot] = where[i + 1].clone()
-                codes = authors.extend(torch.tensor(sequence[n - 1 : n]), where[slot, n - 1 : n].long(), torch.tensor([slot]), [n], [rid], where)
+                codes = authors.extend(
+                    torch.tensor(sequence[n - 1 : n]),
+                    where[slot, n - 1 : n].long(),
+                    torch.tensor([slot]),
+                    [n],
+                    [rid],
+                    where,
+                )
         assert tuple(got) == expected[cut:]
 
 
@@ -106,7 +115,9 @@ def test_plain_and_padding_rows_are_the_seniors_and_damaged_ones_are_refused() -
     newer = "a~tandem2:0000000000000001:0:0:3:-:0:0:1"
     rids = ["plain", None, "a" + wire.suffix(other, 1), damaged, newer]
     location = torch.arange(1, 6)
-    codes = authors.extend(torch.zeros(5, dtype=torch.int64), location, location, [1] * 5, rids, torch.zeros((8, 4), dtype=torch.int32))
+    codes = authors.extend(
+        torch.zeros(5, dtype=torch.int64), location, location, [1] * 5, rids, torch.zeros((8, 4), dtype=torch.int32)
+    )
     assert codes.tolist() == [1, 1, wire.REFUSED, wire.REFUSED, wire.REFUSED]
     zero = torch.zeros(3, dtype=torch.int64)
     assert authors.decode(zero, zero, zero, zero).tolist() == [1, 1, 1]
@@ -121,7 +132,12 @@ def test_the_wire_form_comes_back_whole(table: str, cap: int | None) -> None:
 
 @pytest.mark.parametrize(
     "rid",
-    ["~tandem", "~tandem1:", "x~tandem1:0000000000000001:100000001:0:3:-:0:0:1", "x~tandem1:0000000000000001:1:0:3:-:0:9:1"],
+    [
+        "~tandem",
+        "~tandem1:",
+        "x~tandem1:0000000000000001:100000001:0:3:-:0:0:1",
+        "x~tandem1:0000000000000001:1:0:3:-:0:9:1",
+    ],
 )
 def test_a_damaged_wire_form_is_no_plain_request(rid: str) -> None:
     with pytest.raises(ValueError, match="tandem"):
