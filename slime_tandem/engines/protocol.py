@@ -25,7 +25,8 @@ class Handoff:
 
     Run k is the senior's if `alternate` and k is even; else if the draw of (`akey`, k) is below `threshold`, in [0, 2^32]
     (`rollout.handoff.HandoffRule.author`). A run ends after a token of the boundary table with fingerprint `table`
-    ("": none) or after `cap` tokens (None: no cap). At the end of the request's input the open run is `run` and holds `run_length` tokens.
+    ("": none) or after `cap` tokens (None: no cap). At the end of the request's input the open run is `run` and holds
+    `run_length` tokens.
     """
 
     akey: int

@@ -1,6 +1,6 @@
 """Starts a real SGLang server with a senior and a junior inside, as a child process. Needs no SGLang in this Python.
 
-`override_args` and `environment` are all that SGLang must be given; slime passes them on as `--sglang-...` flags (docs/fused.md).
+`override_args` and `environment` are all that SGLang must be given (docs/fused.md says how slime passes them on).
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def override_args(
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
-    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. Raises ModelError
-    for a pair that does not fit.
+    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. Raises
+    ModelError for a pair that does not fit.
     """
     pair.require_fitting(senior, junior)
     kind = senior["model_type"]
@@ -173,8 +173,8 @@ def free_port(host: str) -> int:
 class FusedServer:
     """A fused SGLang server as a child process; the interface of `engines.launch.ServerProcess`.
 
-    `tables` are the boundary sets that requests may name. `args` are further flags of `sglang.launch_server`; they come last and
-    win. The child has its own session, which ends with the parent. Raises ConfigError and ModelError before it starts.
+    `tables` are the boundary sets that requests may name. `args` are further flags of `sglang.launch_server`; they come last
+    and win. The child has its own session, which ends with the parent. Raises ConfigError and ModelError before it starts.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def make_model(folder: Path, kind: str, size: dict[str, int], *, tied: bool, see
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`<kind>-senior`, `<kind>-junior` and `qwen3-senior2`, other weights of the same shape. qwen3 is tied, llama and qwen2 not."""
+    """`<kind>-senior`, `<kind>-junior`, and `qwen3-...2` of other weights; the heads of qwen3 are tied, of the others not."""
     root = tmp_path_factory.mktemp("pairs")
     for seed, kind in enumerate(CONFIGS):
         make_model(root / f"{kind}-senior", kind, SENIOR_SIZE, tied=kind == "qwen3", seed=seed)
