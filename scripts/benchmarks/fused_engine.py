@@ -73,9 +73,9 @@ def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str
     """A running SGLang; its URL. Ends the processes that it started, no others."""
     port = free_port("127.0.0.1")
     env = dict(os.environ) if override is None else environment(os.environ, cuda=True)
-    env["HF_HUB_OFFLINE"] = "1"
+    env |= {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
     if args.device == "cpu":
-        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
     command = [
         args.sglang_python, "-m", "sglang.launch_server", "--model-path", str(folder), "--host", "127.0.0.1",
         "--port", str(port), "--load-format", "dummy", "--sampling-backend", "pytorch", "--grammar-backend", "none",
@@ -94,7 +94,7 @@ def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str
         command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "16384"]
     else:
         command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", "0.8"]
-        command += ["--cuda-graph-max-bs", str(max(args.concurrency))]
+        command += ["--cuda-graph-max-bs-decode", str(max(args.concurrency))]
     if override is not None:
         command += ["--json-model-override-args", json.dumps(override)]
     command += args.server.split()

@@ -150,7 +150,8 @@ def environment(base: Mapping[str, str], *, cuda: bool) -> dict[str, str]:
     # Only our package: this Python's other modules are not SGLang's.
     env["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *filter(None, [base.get("PYTHONPATH")])])
     if not cuda:
-        env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        # Compiling pays on no CPU; several processes share the cores.
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
 

@@ -104,4 +104,4 @@ class Authors:
         senior = rule_tensors.writes_senior(
             rule[:, _LOW], rule[:, _HIGH], rule[:, _THRESHOLD], rule[:, _ALTERNATE], run
         )
-        return torch.where(rule[:, _REFUSED] != 0, wire.REFUSED, senior.to(torch.int32)).to(torch.int32)
+        return senior.to(torch.int32).masked_fill(rule[:, _REFUSED] != 0, wire.REFUSED)
