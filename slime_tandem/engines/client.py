@@ -74,6 +74,7 @@ class EngineClient:
         self._backoff_s = backoff_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
+        self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
     async def __aenter__(self) -> EngineClient:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
@@ -124,12 +125,17 @@ class EngineClient:
         def body(attempt: int) -> dict[str, Any]:
             nonlocal attempts
             attempts = attempt
+            self._under_way.update({r.rid: rid for r, rid in zip(part, rids(attempt), strict=True)})
             return _generate_body(part, rids(attempt))
 
         async def give_up(attempt: int) -> None:
             await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
 
-        answer = await self._call("POST", "/generate", body, on_timeout=give_up)
+        try:
+            answer = await self._call("POST", "/generate", body, on_timeout=give_up)
+        finally:
+            for r in part:
+                self._under_way.pop(r.rid, None)
         if not isinstance(answer, list) or len(answer) != len(part):
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
             return self._bad("/generate", got, f"a list of {len(part)} answers")
@@ -214,8 +220,13 @@ class EngineClient:
             )
 
     async def abort(self, rid: str) -> None:
-        """Abort the running request `rid` of this client; it is answered with finish reason abort."""
-        await self._call("POST", "/abort_request", {"rid": self._wire_rid(rid)}, parse=False)
+        """Abort the running request `rid` of this client, which is answered with finish reason abort; nothing if none runs.
+
+        By its whole name on the wire: SGLang's front end ignores a name that it does not know exactly.
+        """
+        name = self._under_way.get(rid)
+        if name is not None:
+            await self._call("POST", "/abort_request", {"rid": name}, parse=False)
 
     async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
         """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""

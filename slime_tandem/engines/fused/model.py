@@ -230,7 +230,9 @@ def refuse_unsupported(args: Any) -> None:
             faults.append((name, getattr(args, name), "unset", remedy))
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         if getattr(args, name, None) == "flashinfer":
-            faults.append((name, "flashinfer", "triton: its planner knows one model's heads", "--attention-backend triton"))
+            faults.append(
+                (name, "flashinfer", "triton: its planner knows one model's heads", "--attention-backend triton")
+            )
     if getattr(args, "disaggregation_mode", "null") != "null":
         faults.append(("disaggregation_mode", args.disaggregation_mode, "'null'", "serve prefill and decode together"))
     if args.enable_memory_saver and not args.enable_weights_cpu_backup:

@@ -83,7 +83,7 @@ def _sample_and_report(
         written = logits_output.next_token_logprobs.double()
         logits = senior_logits[:n].float()
         if not sampler.SGLANG_RETURN_ORIGINAL_LOGPROB:
-            logits = logits / sampling_info.temperatures
+            logits.div_(sampling_info.temperatures)  # our own copy
         senior = (logits.gather(1, ids.long().unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)).double()
         # A senior token's two values are one number, not two roundings of it.
         values = torch.stack([written, torch.where(codes == 0, senior, written)], dim=1)

@@ -41,7 +41,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         vocab_size=VOCAB, special_tokens=["<bos>", "<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return fast
 
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}

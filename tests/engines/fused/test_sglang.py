@@ -12,15 +12,16 @@ from typing import Any, get_args
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import RunConfig, SamplingConfig, Strategy
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.protocol import GenerateRequest
 from slime_tandem.errors import EngineRejectedError
+from slime_tandem.local.team import Team
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter, handoff_of
-from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("p", (), None, "t")
 only = pytest.mark.parametrize
@@ -65,7 +66,7 @@ def test_every_strategy_and_probability(
         engine.reference.check(sample)
         assert len(sample.response_ids) == 40
         assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
-        if rule.prob_senior == 0.5:
+        if rule.prob_senior == 0.5 and rule.strategy != "sentence":  # few ids end a sentence
             assert 0 < sample.senior_tokens < 40
 
 
@@ -172,17 +173,21 @@ def test_aborted_responses_resume_where_they_stopped(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
     rule = make_rule("word", tables)
-    writers = [make_writer(rule, tokens, p, i, cap=300) for i, p in enumerate(prompts(1, 12, 7) * 3)]
 
-    async def cut(client: EngineClient) -> list[TandemSample]:
+    async def cut(client: EngineClient, after_s: float) -> list[TandemSample]:
+        writers = [make_writer(rule, tokens, p, i, cap=300) for i, p in enumerate(prompts(1, 12, 7) * 3)]
         task = asyncio.ensure_future(write(client, writers))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(after_s)
         for writer in writers:
             await client.abort(f"{writer.key.seed}-{writer.key.rollout_id}-{writer.key.sample_index}-0")
         return list(await task)
 
-    cut_off = engine.run(cut)
-    assert any(s.finish_reason == "abort" and s.response_ids for s in cut_off)
+    for after_s in (0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # long enough on a busy machine, short enough on a fast one
+        cut_off = engine.run(lambda client, after_s=after_s: cut(client, after_s))
+        if any(s.finish_reason == "abort" and s.response_ids for s in cut_off):
+            break
+    else:
+        raise AssertionError("no response was cut")
     sampling = SamplingConfig(max_new_tokens=300)
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
     resumed = [
@@ -277,6 +282,31 @@ def test_weight_updates_by_name(
         engine.reference.check(sample)
     for writer in last:
         assert writer.done
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_a_team_writes_through_one_engine(engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]]) -> None:
+    """`engine.mode=fused` of a run: solo and tandem responses through the same server, the mask of the two-server rule."""
+    config = RunConfig.from_mapping(
+        {
+            "models": {r: str(engine.folders[f"qwen3-{r}"]) for r in ("senior", "junior")},
+            "opd": {"enabled": False},
+            "sampling": {"max_new_tokens": 24},
+            "engine": {"mode": "fused", "senior_url": engine.server.url},
+        }
+    )
+    prompts = [Prompt(f"p{i}", (Message("user", "the cat sat " * i),), None, "t") for i in range(1, 4)]
+    with Team(config, engine.server.log_file.parent / "team") as team:
+        assert team.tandem_rule.boundary == tables["word"]
+        tandem = team.write(prompts, 0, 2, tandem=True)
+        solo = team.write(prompts, 0, 2, tandem=False)
+        assert not team.servers
+    for sample in (*tandem, *solo):
+        assert isinstance(sample, TandemSample)
+        engine.reference.check(sample)
+    assert all(s.authorship_mask == team.tandem_rule.authorship(s.key, s.response_ids) for s in tandem)
+    assert any(s.junior_tokens for s in tandem)
+    assert not any(s.junior_tokens for s in solo)
 
 
 def test_what_is_touched_inside_sglang_is_still_there(sglang_python: str) -> None:
