@@ -202,17 +202,11 @@ class FusedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._python = sglang_python(python)
         self._cuda = bool(preflight(self._python, allow_unknown_version=allow_unknown_version)["cuda"])
-        self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
-        senior_config = read_config(self.senior)
-        file = Path(self._folder.name) / "tables.npy"
-        digest = write_tables(file, tables, senior_config["vocab_size"])
-        override = override_args(
-            senior_config, read_config(self.junior), junior_folder=self.junior, tables=file, tables_sha256=digest
-        )
-        self._flags = [
-            "--model-path", str(self.senior), "--host", host, "--dtype", dtype,
-            "--json-model-override-args", json.dumps(override),
-        ]  # fmt: skip
+        self._tables = list(tables)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._configs = read_config(self.senior), read_config(self.junior)
+        pair.require_fitting(*self._configs)
+        self._flags = ["--model-path", str(self.senior), "--host", host, "--dtype", dtype]
         for flag, value in default_flags(cuda=self._cuda).items():
             self._flags += [flag] if value is None else [flag, value]
         if api_key is not None:
@@ -253,9 +247,13 @@ class FusedServer:
         """Start the child without waiting; `wait_ready` must follow. Without a log file it writes to this process's output."""
         assert not self.is_alive(), "start of a running server"
         self._port = self._port or free_port(self.host)
+        self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
+        file = Path(self._folder.name) / "tables.npy"
+        digest = write_tables(file, self._tables, self._configs[0]["vocab_size"])
+        override = override_args(*self._configs, junior_folder=self.junior, tables=file, tables_sha256=digest)
         command = [
             self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,
-            "--port", str(self._port),
+            "--json-model-override-args", json.dumps(override), "--port", str(self._port),
         ]  # fmt: skip
         log = None
         if self.log_file is not None:
@@ -300,6 +298,9 @@ class FusedServer:
         process, self._process = self._process, None
         if process is None:
             return
+        if self._folder is not None:
+            self._folder.cleanup()  # the server has read it
+            self._folder = None
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
