@@ -102,7 +102,25 @@ def build_parser() -> argparse.ArgumentParser:
     sub.set_defaults(action=_config)
 
     sub = command("serve", "Serve a model folder over the part of SGLang's HTTP API that slime_tandem uses.")
-    sub.add_argument("model", metavar="MODEL", help="local Hugging Face folder, or builtin:senior|junior|teacher")
+    sub.add_argument(
+        "model", metavar="MODEL", nargs="?", help="local Hugging Face folder, or builtin:senior|junior|teacher"
+    )
+    sub.add_argument(
+        "--fused",
+        nargs=2,
+        metavar=("SENIOR", "JUNIOR"),
+        help="serve two models in one real SGLang instead (docs/fused.md); flags of sglang.launch_server may follow after --",
+    )
+    sub.add_argument(
+        "--sglang-python",
+        metavar="FILE",
+        help="with --fused: the Python that has SGLang (or SLIME_TANDEM_SGLANG_PYTHON)",
+    )
+    sub.add_argument("--allow-unknown-version", action="store_true", help="with --fused: any version of SGLang")
+    sub.add_argument(
+        "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
+    )
+    sub.add_argument("sglang_args", nargs="*", metavar="-- SGLANG_ARGS", help="with --fused")
     sub.add_argument("--host", default="127.0.0.1", help="address to bind to")
     sub.add_argument("--port", type=int, default=30000, help="0: any free port")
     sub.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="weights")
@@ -207,6 +225,10 @@ def _serve(args: argparse.Namespace) -> int:
         key = os.environ.get(args.api_key_env)
         if not key:
             raise ConfigError(explain("--api-key-env", args.api_key_env, "a variable that is set", "export it first"))
+    if args.fused:
+        return _serve_fused(args, key)
+    if args.model is None or args.sglang_args:
+        raise ConfigError(explain("MODEL", args.model, "one model folder", "name it, or use --fused SENIOR JUNIOR"))
     serve(
         str(resolve_model(args.model, Path(args.cache_dir))),
         host=args.host,
@@ -219,6 +241,47 @@ def _serve(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
     )
     return 0
+
+
+def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
+    from slime_tandem.engines.fused.launch import FusedServer
+    from slime_tandem.engines.hf import check_model_folder
+    from slime_tandem.local.pretrain import resolve_model
+    from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
+    from slime_tandem.rollout.boundaries import boundary_ids
+
+    cache = Path(args.cache_dir)
+    senior, junior = (check_model_folder(resolve_model(name, cache)) for name in args.fused)
+    tokenizer = ModelTokenizer.load(senior, trust_remote_code=args.trust_remote_code)
+    require_same_tokenizer(tokenizer, ModelTokenizer.load(junior, trust_remote_code=args.trust_remote_code))
+    tables = [boundary_ids(s, tokenizer.tokens.table, tokenizer.tokens.special) for s in ("word", "sentence")]
+    if args.boundary_ids:
+        try:
+            tables.append(frozenset(int(i) for i in json.loads(Path(args.boundary_ids).read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                explain("--boundary-ids", args.boundary_ids, "a file with a JSON list of ids", str(error))
+            ) from None
+    extra = ([args.model] if args.model else []) + args.sglang_args
+    server = FusedServer(
+        senior,
+        junior,
+        log_file=None,
+        tables=tables,
+        python=args.sglang_python,
+        allow_unknown_version=args.allow_unknown_version,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        api_key=key,
+        trust_remote_code=args.trust_remote_code,
+        args=extra,
+    )
+    try:
+        server.launch()
+        return server.wait()
+    finally:
+        server.stop()
 
 
 def _pretrain(args: argparse.Namespace) -> int:

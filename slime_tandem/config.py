@@ -242,6 +242,15 @@ class EvalConfig(Section):
 class EngineConfig(Section):
     """The servers, and how the client treats them."""
 
+    mode: Literal["two_servers", "fused"] = Field(
+        "two_servers",
+        description="fused: senior and junior decode inside one SGLang server, at about the cost of both models "
+        "(docs/fused.md); the teacher keeps a server of its own",
+    )
+    sglang_python: str | None = Field(
+        None, description="mode fused: the Python that has SGLang; null: the variable SLIME_TANDEM_SGLANG_PYTHON"
+    )
+    sglang_args: tuple[str, ...] = Field((), description="mode fused: further flags of sglang.launch_server")
     host: str = Field("127.0.0.1", description="address the servers bind to; loopback unless told otherwise")
     senior_url: str | None = Field(
         None, description="use this running server (SGLang or `slime-tandem serve`) for the senior"
@@ -351,6 +360,25 @@ class RunConfig(Section):
             )
         if problem := t.misuse():
             raise ValueError(problem.removesuffix("."))
+        e = self.engine
+        if e.mode == "fused":
+            wrong = [
+                f"{name}: expected {wanted} with engine.mode=fused, {why}. Remedy: set it, or engine.mode=two_servers"
+                for name, bad, wanted, why in (
+                    ("tandem.enabled=False", not t.enabled, "true", "which decodes two models"),
+                    (
+                        "tandem.junior_tokenizer='any'",
+                        t.junior_tokenizer == "any",
+                        "same",
+                        "logits share one vocabulary",
+                    ),
+                    (f"engine.junior_url={e.junior_url!r}", e.junior_url is not None, "null", "senior_url serves both"),
+                    ("engine.sessions=True", e.sessions, "false", "a response is one request already"),
+                )
+                if bad
+            ]
+            if wrong:
+                raise ValueError(wrong[0])
         if self.train.prompts_per_step % self.train.updates_per_step:
             raise ValueError(
                 f"train.updates_per_step={self.train.updates_per_step}: expected a divisor of train.prompts_per_step="

@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from slime_tandem.engines.fused import wire
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import (
     EngineError,
@@ -74,6 +75,7 @@ class EngineClient:
         self._backoff_s = backoff_s
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
+        self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
     async def __aenter__(self) -> EngineClient:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
@@ -117,19 +119,24 @@ class EngineClient:
         part = [requests[i] for i in which]
 
         def rids(attempt: int) -> list[str]:
-            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") for r in part]
+            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
 
         attempts = 0
 
         def body(attempt: int) -> dict[str, Any]:
             nonlocal attempts
             attempts = attempt
+            self._under_way.update({r.rid: rid for r, rid in zip(part, rids(attempt), strict=True)})
             return _generate_body(part, rids(attempt))
 
         async def give_up(attempt: int) -> None:
             await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
 
-        answer = await self._call("POST", "/generate", body, on_timeout=give_up)
+        try:
+            answer = await self._call("POST", "/generate", body, on_timeout=give_up)
+        finally:
+            for r in part:
+                self._under_way.pop(r.rid, None)
         if not isinstance(answer, list) or len(answer) != len(part):
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
             return self._bad("/generate", got, f"a list of {len(part)} answers")
@@ -137,6 +144,8 @@ class EngineClient:
         for i, request, rid, one in zip(which, part, rids(attempts), answer, strict=True):
             try:
                 results[i] = self._result(request, rid, one)
+            except EngineRejectedError:
+                raise
             except EngineError as error:
                 fault = error
         return fault
@@ -212,8 +221,13 @@ class EngineClient:
             )
 
     async def abort(self, rid: str) -> None:
-        """Abort the running request `rid` of this client; it is answered with finish reason abort."""
-        await self._call("POST", "/abort_request", {"rid": self._wire_rid(rid)}, parse=False)
+        """Abort the running request `rid` of this client, which is answered with finish reason abort; nothing if none runs.
+
+        By its whole name on the wire: SGLang's front end ignores a name that it does not know exactly.
+        """
+        name = self._under_way.get(rid)
+        if name is not None:
+            await self._call("POST", "/abort_request", {"rid": name}, parse=False)
 
     async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
         """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""
@@ -322,11 +336,15 @@ class EngineClient:
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         log_probs: tuple[float, ...] = ()
+        authors: tuple[int, ...] = ()
+        senior_log_probs: tuple[float, ...] = ()
         given_ids: tuple[int, ...] = ()
         input_log_probs: tuple[float | None, ...] = ()
         first = request.logprob_start_len
         scored = request.return_logprob and first >= 0 and finish != "abort"
-        if request.return_logprob:
+        if request.handoff is not None:
+            authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
+        elif request.return_logprob:
             entries = meta.get("output_token_logprobs") or []
             if len(entries) != len(output_ids):
                 raise self._bad(
@@ -365,8 +383,46 @@ class EngineClient:
             input_log_probs=input_log_probs,
             input_ids=given_ids,
             served_rid=wire_rid,
+            authors=authors,
+            senior_log_probs=senior_log_probs,
             **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
         )
+
+    def _tandem(
+        self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+        """(authors, their log-probs, the senior's log-probs) that a fused engine reports of `count` output tokens.
+
+        SGLang's own list of log-probs is not used: it loses one of a request that was retracted, this report does not.
+        """
+        assert request.handoff is not None
+        entries = meta.get(wire.REPORT) or []
+        if count and not entries:
+            raise EngineRejectedError(
+                explain(
+                    f"{self.role} engine {self.base_url} {where}",
+                    "no report of authors",
+                    "a fused engine",
+                    "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
+                )
+            )
+        if any(e[0] == wire.REFUSED for e in entries):
+            raise EngineRejectedError(
+                explain(
+                    f"{self.role} engine {self.base_url} {where}",
+                    f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
+                    "an engine that was started with this boundary table, by this version",
+                    "start it again with the tandem settings of this run; its log names the reason",
+                )
+            )
+        if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
+            raise self._bad(f"{where} {wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids")
+        authors = tuple(int(e[0]) for e in entries)
+        if not request.return_logprob:
+            return authors, (), ()
+        name = f"{where} {wire.REPORT}"
+        log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
+        return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int
@@ -400,6 +456,14 @@ class EngineClient:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._bad(where, value, "a finite log-prob")
         return float(value)
+
+
+def _rule_of(request: GenerateRequest) -> str:
+    """The suffix of the request's name that tells a fused engine who writes; "" for a plain request."""
+    if request.handoff is None:
+        return ""
+    assert request.session_params is None, "the length of a session's input is the server's knowledge"
+    return wire.suffix(request.handoff, len(request.input_ids))
 
 
 def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:

@@ -6,8 +6,11 @@ Field names and meanings follow `python/sglang/srt/managers/io_struct.py` (`Gene
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from slime_tandem.types import FinishReason
@@ -17,12 +20,44 @@ TopLogProbs = tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Handoff:
+    """The authorship rule of one request in numbers, for an engine that decodes senior and junior together.
+
+    Run k is the senior's if `alternate` and k is even; else if the draw of (`akey`, k) is below `threshold`, in [0, 2^32]
+    (`rollout.handoff.HandoffRule.author`). A run ends after a token of the boundary table with fingerprint `table`
+    ("": none) or after `cap` tokens (None: no cap). At the end of the request's input the open run is `run` and holds
+    `run_length` tokens.
+    """
+
+    akey: int
+    threshold: int
+    alternate: bool
+    cap: int | None
+    table: str
+    run: int = 0
+    run_length: int = 0
+
+
+@lru_cache(maxsize=16)
+def table_fingerprint(ids: frozenset[int]) -> str:
+    """Sixteen hex digits that name a set of boundary ids, "" for the empty set: SHA-256 of the sorted ids as uint32.
+
+    >>> table_fingerprint(frozenset()), table_fingerprint(frozenset({2, 1}))
+    ('', '34fb5c825de7ca4a')
+    """
+    if not ids:
+        return ""
+    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *sorted(ids))).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence to continue (or, with `max_new_tokens=0`, only to score).
 
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
     that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
-    requests of one response share, for `engines.sessions`.
+    requests of one response share, for `engines.sessions`. `handoff`: senior and junior write by this rule; only a fused engine
+    (docs/fused.md) understands it.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]
     4
@@ -44,6 +79,7 @@ class GenerateRequest:
     token_ids_logprob: tuple[int, ...] | None = None
     session_params: dict[str, Any] | None = None
     conversation: str | None = None
+    handoff: Handoff | None = None
 
     def sampling_params(self) -> dict[str, Any]:
         """The `sampling_params` object of the wire format."""
@@ -72,6 +108,7 @@ class GenerateResult:
     `output_log_probs` [n] nats, one per output id (empty if not asked for). `input_log_probs` covers positions
     `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
     `served_rid` is the request's name on the wire (the client's repeats have names of their own), by which a session continues.
+    `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`.
     `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
     """
 
@@ -91,6 +128,8 @@ class GenerateResult:
     output_token_ids_logprobs: tuple[TopLogProbs, ...] = ()
     input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
     served_rid: str = ""
+    authors: tuple[int, ...] = ()
+    senior_log_probs: tuple[float, ...] = ()
 
 
 class Engine(Protocol):

@@ -17,6 +17,7 @@ from typing import Literal, Self
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.engines.hf import check_model_folder, read_model_config
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
@@ -24,7 +25,7 @@ from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import ConfigError, ModelError, explain
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
-from slime_tandem.rollout.boundaries import BoundaryRecord
+from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
 from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText
@@ -32,6 +33,8 @@ from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 Role = Literal["senior", "junior", "teacher"]
+_SGLANG_START_S = 300.0
+"""SGLang imports and compiles for longer than an embedded server takes to start."""
 
 
 @contextlib.contextmanager
@@ -74,7 +77,8 @@ class Team:
         boundary = self.boundaries.ids
         self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
         self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
-        self.servers: dict[Role, ServerProcess] = {}
+        self.fused = config.engine.mode == "fused"
+        self.servers: dict[Role, ServerProcess | FusedServer] = {}
         self.clients: dict[Role, EngineClient] = {}
         self.runner = asyncio.Runner()
         self._connections = contextlib.AsyncExitStack()
@@ -99,8 +103,25 @@ class Team:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         urls: dict[Role, str] = {}
         for role in self.roles:
+            if self.fused and role == "junior":
+                continue  # inside the senior's server
             url = getattr(e, f"{role}_url")
-            if url is None:
+            if url is None and self.fused and role == "senior":
+                self.servers[role] = FusedServer(
+                    self.folders["senior"],
+                    self.folders["junior"],
+                    log_file=self.log_dir / "fused.log",
+                    tables=self._tables(),
+                    python=e.sglang_python,
+                    host=e.host,
+                    dtype=self.config.models.dtype,
+                    api_key=key,
+                    trust_remote_code=self.config.models.trust_remote_code,
+                    start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),
+                    args=e.sglang_args,
+                )
+                self.servers[role].launch()
+            elif url is None:
                 self.servers[role] = ServerProcess(
                     str(self.folders[role]),
                     log_file=self.log_dir / f"{role}.log",
@@ -120,6 +141,9 @@ class Team:
             server.wait_ready()
             urls[role] = server.url
         for role in self.roles:
+            if self.fused and role == "junior":
+                self.clients[role] = self.clients["senior"]
+                continue
             client = self.runner.run(self._connections.enter_async_context(self._client(role, urls[role])))
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
@@ -135,6 +159,14 @@ class Team:
         # _validate_one_request).
         context = read_model_config(self.folders[role]).get("max_position_embeddings")
         return context - 1 if isinstance(context, int) else None
+
+    def _tables(self) -> list[frozenset[int]]:
+        """The boundary tables that a fused engine is started with: the run's and the evaluation's, where they have one."""
+        t, tokens = self.config.tandem, self.student.tokens
+        evaluation = boundary_ids(
+            self.config.eval.handoff_strategy, tokens.table, tokens.special, classes=t.boundary_classes
+        )
+        return [ids for ids in dict.fromkeys((self.tandem_rule.boundary, evaluation)) if ids]
 
     def _client(self, role: Role, url: str) -> EngineClient:
         e = self.config.engine
@@ -170,7 +202,7 @@ class Team:
     @property
     def retries(self) -> int:
         """HTTP requests repeated so far."""
-        return sum(client.retries for client in self.clients.values())
+        return sum(client.retries for client in set(self.clients.values()))
 
     def close(self) -> None:
         """Close the clients and stop the servers that this team started."""
@@ -242,10 +274,11 @@ class Team:
             junior_text=junior_text,
             refuse_fallback=t.on_unexpressible == "error",
             tokens_per_request=self.config.engine.tokens_per_request,
+            fused=self.fused and rule is not self.solo_rule,
         )
 
     async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample | FailedSample]:
-        for client in self.clients.values():
+        for client in set(self.clients.values()):
             await client.flush_cache()
         clients = {SENIOR: self.clients["senior"]}
         if "junior" in self.clients:

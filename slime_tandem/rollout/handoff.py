@@ -101,7 +101,7 @@ class HandoffRule:
 
     def author(self, akey: int, run: int) -> int:
         """Author of run `run` (0, 1, ...) for a sample whose `author_key` is `akey`."""
-        if self.schedule == "alternate" or self.strategy in ("chunk", "alternating"):
+        if self.alternates:
             return JUNIOR if run % 2 else SENIOR
         u = mix32((akey & _M32) ^ mix32((run + (akey >> 32)) & _M32))
         return SENIOR if u < round(self.prob_senior * 2**32) else JUNIOR
@@ -117,6 +117,11 @@ class HandoffRule:
                 return length >= self.chunk_size
             case "bernoulli" | "alternating":
                 return True
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the authors take turns, senior first, instead of being drawn."""
+        return self.schedule == "alternate" or self.strategy in ("chunk", "alternating")
 
     @property
     def fixed_run_length(self) -> int | None:

@@ -6,13 +6,14 @@ chain of runs by the same author. Tokens that an engine wrote past a handoff are
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Self
 
 from slime_tandem.config import BoundaryClass, SamplingConfig
 from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff, table_fingerprint
 from slime_tandem.errors import DataError, EngineError, explain
 from slime_tandem.rollout.boundaries import stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key, sampling_seed
@@ -26,6 +27,23 @@ _TOKENS_WITHOUT_STOP = 16
 """Tokens per request where the server cannot stop at the boundary: mean runs are shorter, what is past a handoff is dropped."""
 
 
+def handoff_of(rule: HandoffRule, akey: int, run: int = 0, run_length: int = 0) -> Handoff:
+    """The rule in the form in which a fused engine takes it, for a response whose open run is `run` with `run_length` tokens.
+
+    >>> handoff_of(HandoffRule("chunk", 0.5, 32, 16, frozenset({1})), akey=7)
+    Handoff(akey=7, threshold=2147483648, alternate=True, cap=16, table='', run=0, run_length=0)
+    """
+    return Handoff(
+        akey=akey,
+        threshold=round(rule.prob_senior * 2**32),
+        alternate=rule.alternates,
+        cap=rule.run_cap,
+        table=table_fingerprint(rule.boundary) if rule.fixed_run_length is None else "",
+        run=run,
+        run_length=run_length,
+    )
+
+
 class TandemWriter:
     """One response in the making.
 
@@ -37,7 +55,8 @@ class TandemWriter:
     request, and cost one request of their own for a junior run at the end. `junior_text`: needed where the junior has
     another tokenizer. `refuse_fallback`: a junior run without an exact form in the senior's vocabulary is an error
     instead of the senior's to write. `tokens_per_request`: ask for no more at once (a lockstep round then waits for no
-    long run).
+    long run). `fused`: one engine holds both models and writes the rest of the response in one request; who wrote what is
+    recomputed here, and the senior's log-probs come along where the temperature is 1.
 
     >>> rule = HandoffRule("word", 1.0, 32, 16, frozenset())
     >>> tokens = TokenBytes((None, b"a", b" b"), special=frozenset({0}), eos_ids=frozenset({0}))
@@ -67,6 +86,7 @@ class TandemWriter:
         junior_text: JuniorText | None = None,
         refuse_fallback: bool = False,
         tokens_per_request: int | None = None,
+        fused: bool = False,
     ) -> None:
         if not prompt_ids:
             raise DataError(
@@ -76,7 +96,9 @@ class TandemWriter:
         self.prompt_ids = tuple(prompt_ids)
         self.rule, self.sampling, self.tokens = rule, sampling, tokens
         self._custom_boundary, self._classes = custom_boundary, boundary_classes
-        self._score_junior = score_junior
+        assert not (fused and junior_text is not None), "two tokenizers need two engines"
+        self._fused = fused
+        self._score_junior = score_junior or (fused and sampling.temperature == 1.0)
         self._junior_text = junior_text
         self._refuse_fallback = refuse_fallback
         self._tokens_per_request = tokens_per_request
@@ -113,6 +135,7 @@ class TandemWriter:
         junior_text: JuniorText | None = None,
         refuse_fallback: bool = False,
         tokens_per_request: int | None = None,
+        fused: bool = False,
     ) -> Self:
         """Go on with an aborted sample: the same authors follow, the length cap counts what is there.
 
@@ -122,7 +145,7 @@ class TandemWriter:
         writer = cls(
             sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens,
             custom_boundary=custom_boundary, boundary_classes=boundary_classes, score_junior=score_junior,
-            junior_text=junior_text, refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request,
+            junior_text=junior_text, refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request, fused=fused,
         )  # fmt: skip
         if sample.finish_reason != "abort":
             raise DataError(
@@ -160,7 +183,7 @@ class TandemWriter:
         writer._runs = list(sample.runs)
         writer._discarded, writer._requests = sample.discarded_tokens, sample.requests
         writer._scored = 0
-        if score_junior:
+        if writer._score_junior:
             writer._senior_log_probs = [None] * len(sample.response_ids)
         return writer
 
@@ -189,6 +212,11 @@ class TandemWriter:
         assert not self.done, "the response is finished"
         if self._finish is not None:
             return self._request(SENIOR, self.prompt_ids + tuple(self.response_ids), 0, (), None)
+        if self._fused:
+            left = self.sampling.max_new_tokens - len(self.response_ids)
+            budget = min(left, self._tokens_per_request or left)
+            stop_ids = tuple(sorted(self.tokens.eos_ids))
+            return self._request(SENIOR, self.prompt_ids + tuple(self.response_ids), budget, stop_ids, None)
         author = self._author()
         context: tuple[int, ...] | None = None
         if author == JUNIOR and self._junior_text is not None:
@@ -237,6 +265,7 @@ class TandemWriter:
             # One position early: engines differ in whether they report the first one.
             logprob_start_len=len(self.prompt_ids) + self._scored - 1 if score else -1,
             conversation=name,
+            handoff=handoff_of(self.rule, self._akey, self._run, self._run_length) if self._fused and budget else None,
         )
 
     def accept(self, result: GenerateResult) -> None:
@@ -250,6 +279,7 @@ class TandemWriter:
         self._requests += 1
         start = len(self.response_ids)
         _check_log_probs(author, result)
+        fused_authors = self._check_authors(result) if self._fused and self._finish is None else None
         if author == SENIOR and self._score_junior and self._scored < start and result.finish_reason != "abort":
             self._take_scores(result, start)
         if self._finish is not None:  # this was the request for the last scores alone
@@ -259,17 +289,22 @@ class TandemWriter:
         if author == JUNIOR and self._junior_text is not None:
             translation = self._junior_text.translate(ids, log_probs)
             ids, log_probs, complete = translation.ids, translation.log_probs, translation.complete
-        for token, log_prob in zip(ids, log_probs, strict=True):
-            if self._finish is not None or self._author() != author:
+        authors = [author] * len(ids) if fused_authors is None else fused_authors
+        for token, log_prob, written_by in zip(ids, log_probs, authors, strict=True):
+            if self._finish is not None or self._author() != written_by:
                 self._discarded += 1
                 continue
             self._append(token, log_prob)
         stop = len(self.response_ids)
         if author == SENIOR and self._score_junior and self._scored == start:
-            self._senior_log_probs[start:stop] = self._log_probs[start:stop]
+            given = result.senior_log_probs if self._fused else self._log_probs[start:stop]
+            self._senior_log_probs[start:stop] = given[: stop - start]
             self._scored = stop
-        if stop > start:
-            self._runs.append(AuthorRun(author, start, stop, result.weight_version))
+        at = start
+        for written_by, group in itertools.groupby(self._authors[start:stop]):
+            end = at + len(list(group))
+            self._runs.append(AuthorRun(written_by, at, end, result.weight_version))
+            at = end
         if author == JUNIOR and self._junior_text is not None:
             self._junior_text.commit(self.response_ids[start:stop], result.output_ids)
         if result.finish_reason == "abort":
@@ -285,6 +320,36 @@ class TandemWriter:
                     "look at that server's log",
                 )
             )
+
+    def _check_authors(self, result: GenerateResult) -> list[int]:
+        """The authors that a fused engine reports, proven equal to the rule's; EngineError for the first one that is not."""
+        run, length = self._run, self._run_length
+        n = len(result.output_ids)
+        if len(result.authors) != n or len(result.senior_log_probs) != n:
+            raise EngineError(
+                explain(
+                    f"fused answer to {result.rid}",
+                    f"{len(result.authors)} authors and {len(result.senior_log_probs)} senior log-probs for {n} tokens",
+                    "one of each per token",
+                    "check that the server was started by `slime-tandem serve --fused`",
+                )
+            )
+        for i, (token, author) in enumerate(zip(result.output_ids, result.authors, strict=True)):
+            due = self.rule.author(self._akey, run)
+            if author != due:
+                raise EngineError(
+                    explain(
+                        f"author of response token {len(self.response_ids) + i} of {self.key}, "
+                        f"author key {self._akey:016x}, run {run}",
+                        author,
+                        f"{due}, what the rule prescribes",
+                        "report this with the engine's version and log: the sample was rejected",
+                    )
+                )
+            length += 1
+            if self.rule.ends_run(token, length):
+                run, length = run + 1, 0
+        return list(result.authors)
 
     def insert(self, ids: Sequence[int]) -> None:
         """Go on after a finished turn with text that nobody sampled (a tool's output), in the senior's ids.

@@ -1,0 +1,110 @@
+"""The one list of what this package touches inside SGLang, and the check that it is still there.
+
+Known to work: see `KNOWN_VERSIONS`. Another version is refused unless the user allows it; then this list still has to hold.
+`python -m slime_tandem.engines.fused.internals` checks the installed SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from importlib import metadata
+
+KNOWN_VERSIONS = ("0.5.15.post1",)
+"""Releases on which the tests of this package pass."""
+
+INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    # (module, object, parameters of the function or fields of the record that are used), stable ones first
+    ("sglang.srt.models.qwen3", "Qwen3ForCausalLM.load_weights", ("weights",)),
+    ("sglang.srt.models.qwen3", "Qwen3ForCausalLM", ("config", "quant_config", "prefix")),
+    ("sglang.srt.models.qwen2", "Qwen2ForCausalLM", ("config", "quant_config", "prefix")),
+    ("sglang.srt.models.llama", "LlamaForCausalLM", ("config", "quant_config", "prefix")),
+    ("sglang.srt.layers.radix_attention", "RadixAttention", ("layer_id",)),
+    ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
+    ("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks", ()),
+    ("sglang.srt.plugins.hook_registry", "HookType.AROUND", ()),
+    ("sglang.srt.server_args", "get_global_server_args", ()),
+    ("sglang.srt.model_executor.forward_context", "get_req_to_token_pool", ()),
+    ("sglang.srt.model_executor.forward_context", "get_token_to_kv_pool", ()),
+    (
+        "sglang.srt.model_executor.forward_batch_info",
+        "ForwardBatch",
+        (
+            "forward_mode",
+            "batch_size",
+            "req_pool_indices",
+            "seq_lens",
+            "seq_lens_cpu",
+            "out_cache_loc",
+            "rids",
+            "is_prefill_only",
+            "next_token_logits_buffer",
+        ),
+    ),
+    (
+        "sglang.srt.layers.logits_processor",
+        "LogitsMetadata",
+        ("next_token_logits_buffer", "extend_return_logprob"),
+    ),
+    ("sglang.srt.layers.logits_processor", "LogitsMetadata.from_forward_batch", ("forward_batch",)),
+    (
+        "sglang.srt.layers.logits_processor",
+        "LogitsProcessorOutput",
+        ("next_token_logits", "next_token_logprobs", "customized_info"),
+    ),
+    (
+        "sglang.srt.layers.sampler",
+        "Sampler.forward",
+        ("self", "logits_output", "sampling_info", "return_logprob"),
+    ),
+    ("sglang.srt.layers.sampler", "SGLANG_RETURN_ORIGINAL_LOGPROB", ()),
+)
+
+
+def missing(internals: tuple[tuple[str, str, tuple[str, ...]], ...] = INTERNALS) -> list[str]:
+    """What is no longer where the list says, in words; empty if all is there."""
+    faults = []
+    for module, path, names in internals:
+        try:
+            found: object = importlib.import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            faults.append(f"{module}.{path} is gone ({error})")
+            continue
+        lost = [name for name in names if name not in _names(found)]
+        if lost:
+            faults.append(f"{module}.{path} has no longer {', '.join(lost)}")
+    return faults
+
+
+def _names(found: object) -> set[str]:
+    fields = getattr(found, "__dataclass_fields__", None)
+    if fields is not None:
+        return set(fields)
+    return set(inspect.signature(found).parameters) if callable(found) else set()
+
+
+def installed_version() -> str | None:
+    """Version of the installed SGLang, None if there is none."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require() -> None:
+    """Raise ImportError, naming all that moved, if the installed SGLang is not as this package needs it."""
+    faults = missing()
+    if faults:
+        raise ImportError(
+            f"SGLang {installed_version()} has moved what the fused engine uses: {'; '.join(faults)}. "
+            f"Remedy: use SGLang {' or '.join(KNOWN_VERSIONS)}."
+        )
+
+
+if __name__ == "__main__":
+    print(json.dumps({"version": installed_version(), "known": KNOWN_VERSIONS, "missing": missing()}))
+    sys.exit(bool(missing()))

@@ -1,0 +1,333 @@
+"""Starts a real SGLang server with a senior and a junior inside, as a child process. Needs no SGLang in this Python.
+
+`override_args` and `environment` are all that SGLang must be given (docs/fused.md says how slime passes them on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import slime_tandem
+from slime_tandem.engines.fused import pair
+from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
+from slime_tandem.errors import ConfigError, EngineUnavailableError, ModelError, explain
+
+PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
+MODEL_PACKAGE = "slime_tandem.engines.fused.models"
+_SOURCE = Path(slime_tandem.__file__).parents[1]
+_LOG_LINES = 30
+_PREFLIGHT = """
+import json
+from importlib import metadata
+import torch
+try:
+    version = metadata.version("sglang")
+except metadata.PackageNotFoundError:
+    version = None
+print(json.dumps({"version": version, "cuda": torch.cuda.is_available()}))
+"""
+
+
+def sglang_python(value: str | None = None) -> str:
+    """The Python that has SGLang: `value`, else the environment's SLIME_TANDEM_SGLANG_PYTHON. Raises ConfigError."""
+    python = value or os.environ.get(PYTHON_ENV)
+    if not python or not os.access(python, os.X_OK):
+        raise ConfigError(
+            explain(
+                "--sglang-python",
+                python,
+                f"the Python of an environment with SGLang {' or '.join(KNOWN_VERSIONS)}",
+                f"pass --sglang-python or export {PYTHON_ENV}; docs/fused.md says how to make one",
+            )
+        )
+    return python
+
+
+def preflight(python: str, *, allow_unknown_version: bool = False) -> dict[str, Any]:
+    """{"version", "cuda"} of the SGLang in `python`; raises ConfigError for none, or for an unknown version."""
+    done = subprocess.run(  # noqa: S603 - the user's own interpreter, no shell
+        [python, "-c", _PREFLIGHT], capture_output=True, text=True, check=False, timeout=300
+    )
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ConfigError(
+            explain("--sglang-python", python, "a Python with torch", done.stderr.strip()[-300:] or "check the path")
+        ) from None
+    if found["version"] is None:
+        raise ConfigError(explain("--sglang-python", python, "a Python with SGLang", "install it (docs/fused.md)"))
+    if found["version"] not in KNOWN_VERSIONS and not allow_unknown_version:
+        raise ConfigError(
+            explain(
+                "SGLang version",
+                found["version"],
+                f"one of {', '.join(KNOWN_VERSIONS)}, on which the tests pass",
+                "install one of these, or pass --allow-unknown-version",
+            )
+        )
+    return found
+
+
+def write_tables(path: Path, tables: Collection[frozenset[int]], vocab_size: int) -> str:
+    """Write boundary tables for the engine: bool [1 + K, V], row 0 empty; returns the file's SHA-256.
+
+    Raises ConfigError for ids outside the vocabulary.
+    """
+    rows = np.zeros((1 + len(tables), vocab_size), np.bool_)
+    for row, ids in zip(rows[1:], tables, strict=True):
+        wrong = sorted(i for i in ids if not 0 <= i < vocab_size)[:5]
+        if wrong:
+            raise ConfigError(explain("boundary ids", wrong, f"ids in [0, {vocab_size})", "correct the list"))
+        row[list(ids)] = True
+    data = io.BytesIO()
+    np.save(data, rows, allow_pickle=False)
+    path.write_bytes(data.getvalue())
+    return hashlib.sha256(data.getvalue()).hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; raises ModelError."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(explain("model", str(folder), "a folder with a readable config.json", str(error))) from None
+    if not isinstance(config, dict):
+        raise ModelError(explain("model", str(folder), "an object in config.json", "save the model again"))
+    return config
+
+
+def override_args(
+    senior: Mapping[str, Any],
+    junior: Mapping[str, Any],
+    *,
+    junior_folder: Path | None,
+    tables: Path,
+    tables_sha256: str,
+) -> dict[str, Any]:
+    """The value of SGLang's `--json-model-override-args` for two configs.
+
+    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. Raises
+    ModelError for a pair that does not fit.
+    """
+    pair.require_fitting(senior, junior)
+    kind = senior["model_type"]
+    layers = senior["num_hidden_layers"] + junior["num_hidden_layers"]
+    args: dict[str, Any] = {
+        "architectures": [f"Tandem{pair.ARCHITECTURES[kind]}ForCausalLM"],
+        "num_hidden_layers": layers,
+        "tandem": {
+            "senior_layers": senior["num_hidden_layers"],
+            "junior": {k: v for k, v in junior.items() if k not in ("architectures", "auto_map")},
+            "junior_folder": None if junior_folder is None else str(junior_folder.resolve()),
+            "tables": str(tables.resolve()),
+            "tables_sha256": tables_sha256,
+        },
+    }
+    if kind != "llama":
+        args |= {"layer_types": ["full_attention"] * layers, "max_window_layers": layers}
+    return args
+
+
+def environment(base: Mapping[str, str], *, cuda: bool) -> dict[str, str]:
+    """The environment of the SGLang process: `base` with our source and model package made known to it."""
+    env = {**base, "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE, "HF_HUB_OFFLINE": "1"}
+    # Only our package: this Python's other modules are not SGLang's.
+    env["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *filter(None, [base.get("PYTHONPATH")])])
+    if not cuda:
+        # Compiling pays on no CPU; several processes share the cores.
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def default_flags(*, cuda: bool) -> dict[str, str | None]:
+    """Flags of `sglang.launch_server` for this kind of device; None: a flag without a value."""
+    flags: dict[str, str | None] = {"--sampling-backend": "pytorch", "--grammar-backend": "none"}
+    if cuda:
+        return {**flags, "--attention-backend": "triton"}
+    return {**flags, "--device": "cpu", "--attention-backend": "torch_native", "--disable-cuda-graph": None}
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        port: int = s.getsockname()[1]
+        return port
+
+
+class FusedServer:
+    """A fused SGLang server as a child process; the interface of `engines.launch.ServerProcess`.
+
+    `tables` are the boundary sets that requests may name. `args` are further flags of `sglang.launch_server`; they come last
+    and win. The child has its own session, which ends with the parent. Raises ConfigError and ModelError before it starts.
+    """
+
+    def __init__(
+        self,
+        senior: str | os.PathLike[str],
+        junior: str | os.PathLike[str],
+        *,
+        log_file: str | os.PathLike[str] | None,
+        tables: Sequence[frozenset[int]],
+        python: str | None = None,
+        allow_unknown_version: bool = False,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        dtype: str = "float32",
+        api_key: str | None = None,
+        trust_remote_code: bool = False,
+        start_timeout_s: float = 600.0,
+        args: Sequence[str] = (),
+    ) -> None:
+        self.senior, self.junior = Path(senior), Path(junior)
+        self.log_file = None if log_file is None else Path(log_file)
+        self.host, self._port = host, port
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._python = sglang_python(python)
+        self._cuda = bool(preflight(self._python, allow_unknown_version=allow_unknown_version)["cuda"])
+        self._tables = list(tables)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._configs = read_config(self.senior), read_config(self.junior)
+        pair.require_fitting(*self._configs)
+        self._flags = ["--model-path", str(self.senior), "--host", host, "--dtype", dtype]
+        for flag, value in default_flags(cuda=self._cuda).items():
+            self._flags += [flag] if value is None else [flag, value]
+        if api_key is not None:
+            self._flags += ["--api-key", api_key]
+        if trust_remote_code:
+            self._flags.append("--trust-remote-code")
+        self._flags += args
+
+    def __enter__(self) -> FusedServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server; known once it was started."""
+        assert self._port, "started servers have a port"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running child, None without one."""
+        return self._process.pid if self._process is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether the child process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start and wait until healthy. Raises EngineUnavailableError, with the log's last lines, if it does not come up."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start the child without waiting; `wait_ready` must follow. Without a log file it writes to this process's output."""
+        assert not self.is_alive(), "start of a running server"
+        self._port = self._port or free_port(self.host)
+        self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
+        file = Path(self._folder.name) / "tables.npy"
+        digest = write_tables(file, self._tables, self._configs[0]["vocab_size"])
+        override = override_args(*self._configs, junior_folder=self.junior, tables=file, tables_sha256=digest)
+        command = [
+            self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,
+            "--json-model-override-args", json.dumps(override), "--port", str(self._port),
+        ]  # fmt: skip
+        log = None
+        if self.log_file is not None:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            log = self.log_file.open("ab")
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own interpreter, no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(os.environ, cuda=self._cuda),
+                start_new_session=True,
+            )
+        finally:
+            if log is not None:
+                log.close()
+
+    def wait_ready(self) -> None:
+        """Wait until /health answers 200. Raises EngineUnavailableError and leaves no process behind if it does not."""
+        process = self._process
+        assert process is not None, "launch comes first"
+        end = time.monotonic() + self._start_timeout_s
+        try:
+            while not self._healthy():
+                if process.poll() is not None:
+                    raise self._unavailable(f"exit code {process.returncode}", "a server that comes up")
+                if time.monotonic() > end:
+                    raise self._unavailable("no answer", f"a healthy server within {self._start_timeout_s:g} s")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self) -> int:
+        """Wait until the child ends by itself; returns its exit code."""
+        assert self._process is not None, "launch comes first"
+        return self._process.wait()
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """SIGTERM, then SIGKILL after `timeout_s` seconds, to the session that we started; nothing if none runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._folder is not None:
+            self._folder.cleanup()  # the server has read it
+            self._folder = None
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
+        process.wait()
+
+    def restart(self) -> None:
+        """Stop if need be, and start again on the same port with the weights of both folders."""
+        self.stop()
+        self.start()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:  # noqa: S310 - our own http URL
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _unavailable(self, value: str, expected: str) -> EngineUnavailableError:
+        field = f"fused server of {self.senior} and {self.junior}"
+        if self.log_file is None:
+            return EngineUnavailableError(explain(field, value, expected, "read its output above"))
+        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        tail = "\n".join(f"  | {line}" for line in lines)
+        message = explain(field, value, expected, f"read the end of its log {self.log_file}")
+        return EngineUnavailableError(f"{message}\n{tail}" if tail else message)

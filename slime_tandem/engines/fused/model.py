@@ -1,0 +1,248 @@
+"""What the fused architectures share: two models of one family, one KV pool, one forward pass.
+
+The senior is the SGLang model itself, with plain weight names and KV layers `0 .. Ls-1`. The junior is `tandem_junior`, with
+names behind that prefix and KV layers `Ls .. Ls+Lj-1`. The config's `num_hidden_layers` is Ls + Lj, which sizes the pool;
+its `tandem` entry (`launch.override_args`) holds the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsMetadata
+from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
+from sglang.srt.server_args import get_global_server_args
+
+from slime_tandem.engines.fused import internals, pair, report
+from slime_tandem.engines.fused.state import Authors
+from slime_tandem.errors import ConfigError, ModelError, explain
+
+internals.require()
+
+JUNIOR_PREFIX = "tandem_junior."
+_JUNIOR_WEIGHTS_AT_ONCE = 32
+
+
+class TandemModel:
+    """Mixin before an SGLang `...ForCausalLM`, which `single` names. See the module docstring for the layout."""
+
+    single: Any
+    tandem_junior: Any
+    tandem_tables: torch.Tensor
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        tandem = config.tandem
+        refuse_unsupported(get_global_server_args())
+        senior = copy.deepcopy(config)
+        senior.num_hidden_layers = tandem["senior_layers"]
+        if getattr(senior, "layer_types", None):
+            senior.layer_types = list(senior.layer_types)[: tandem["senior_layers"]]
+        junior = type(config).from_dict(tandem["junior"])
+        pair.require_fitting(senior.to_dict(), junior.to_dict())
+        super().__init__(senior, quant_config=quant_config, prefix=prefix)  # type: ignore[call-arg]
+        self.tandem_junior = self.single(junior, quant_config=quant_config, prefix=JUNIOR_PREFIX.rstrip("."))
+        for layer in self.tandem_junior.model.layers:
+            layer.self_attn.attn.layer_id += senior.num_hidden_layers
+        self._layers: int = senior.num_hidden_layers + junior.num_hidden_layers
+        # A buffer: SGLang saves and restores those when it releases and resumes weights.
+        self.register_buffer("tandem_tables", load_tables(tandem, senior.vocab_size), persistent=False)  # type: ignore[attr-defined]
+        self._junior_folder: str | None = tandem["junior_folder"]
+        self._authors: Authors | None = None
+        self._kept: torch.Tensor | None = None
+        self._codes: torch.Tensor | None = None
+        report.install()
+
+    @property
+    def start_layer(self) -> int:
+        """First KV layer."""
+        return 0
+
+    @property
+    def end_layer(self) -> int:
+        """KV layers of both models; SGLang sizes the pool by it."""
+        return self._layers
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        get_embedding: bool = False,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """SGLang's forward of a causal LM; the next-token logits of each row are its author's.
+
+        Input log-probs are the senior's, whatever the row.
+        """
+        assert input_embeds is None, "token ids only"
+        assert not get_embedding, "a generating model"
+        me: Any = self
+        junior = self.tandem_junior
+        batch, mode = forward_batch, forward_batch.forward_mode
+        senior_hidden = me.model(input_ids, positions, batch)
+        junior_hidden = junior.model(input_ids, positions, batch)
+        codes = self._author_codes(input_ids, positions, batch)
+        output = me.logits_processor(input_ids, senior_hidden, me.lm_head, batch)
+        metadata = LogitsMetadata.from_forward_batch(batch)
+        metadata.next_token_logits_buffer = None  # the shared buffer holds the senior's logits
+        metadata.extend_return_logprob = False
+        junior_logits = junior.logits_processor(input_ids, junior_hidden, junior.lm_head, metadata).next_token_logits
+        logits = output.next_token_logits
+        if logits is None:
+            return output
+        codes, kept = self._outputs(codes, logits, batch) if mode.is_decode() else (codes, self._keep(logits))
+        # In place: a captured graph returns SGLang's shared logits buffer.
+        torch.where((codes != 0).unsqueeze(1), logits, junior_logits, out=logits)
+        if not batch.is_prefill_only:  # these never reach the sampler
+            report.hand_on(output, codes, kept)
+        return output
+
+    def _author_codes(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        if self._authors is None:
+            slots = get_req_to_token_pool().req_to_token.shape[0]
+            locations = get_token_to_kv_pool().get_key_buffer(0).shape[0]
+            self._authors = Authors(self.tandem_tables, slots, locations)
+        if batch.forward_mode.is_decode():
+            return self._authors.decode(input_ids, positions, batch.req_pool_indices, batch.out_cache_loc)  # type: ignore[no-any-return]
+        if batch.forward_mode.is_extend() and batch.batch_size > 0:
+            lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+            return self._authors.extend(  # type: ignore[no-any-return]
+                input_ids,
+                batch.out_cache_loc[: input_ids.shape[0]],
+                batch.req_pool_indices,
+                lengths.tolist(),
+                batch.rids or [None] * batch.batch_size,
+                get_req_to_token_pool().req_to_token,
+            )
+        return torch.ones(batch.batch_size, dtype=torch.int32, device=input_ids.device)
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of the senior's logits for the report, in the head's precision: they were no more precise."""
+        return logits.to(self._kept_dtype, copy=True)
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        me: Any = self
+        return torch.float32 if me.logits_processor.use_fp32_lm_head else me.lm_head.weight.dtype
+
+    def _outputs(self, codes: torch.Tensor, logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, kept senior logits) of a decode step; under CUDA graphs in buffers that all graphs share.
+
+        They are as large as SGLang's own shared logits buffer, and made in the warm-up of the first graph.
+        """
+        shared = batch.next_token_logits_buffer
+        if self._kept is None and shared is not None and shared.is_cuda:
+            rows = shared.untyped_storage().nbytes() // shared.element_size() // shared.shape[-1]
+            self._kept = torch.zeros((rows, shared.shape[-1]), dtype=self._kept_dtype, device=shared.device)
+            self._codes = torch.zeros(rows, dtype=torch.int32, device=shared.device)
+        n = logits.shape[0]
+        if self._kept is None or self._codes is None or n > self._kept.shape[0]:
+            return codes, self._keep(logits)
+        self._kept[:n].copy_(logits)
+        self._codes[:n].copy_(codes)
+        return self._codes[:n], self._kept[:n]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Plain names load into the senior, names behind `tandem_junior.` into the junior.
+
+        The first call also loads the junior's own folder, unless it brings junior weights.
+        """
+        junior: list[tuple[str, torch.Tensor]] = []
+        seen = False
+
+        def seniors() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal seen
+            for name, weight in weights:
+                if not name.startswith(JUNIOR_PREFIX):
+                    yield name, weight
+                    continue
+                seen = True
+                junior.append((name.removeprefix(JUNIOR_PREFIX), weight))
+                if len(junior) >= _JUNIOR_WEIGHTS_AT_ONCE:
+                    self.tandem_junior.load_weights(junior)
+                    junior.clear()
+
+        super().load_weights(seniors())  # type: ignore[misc]
+        self.tandem_junior.load_weights(junior)
+        if self._junior_folder is not None and not seen:
+            self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
+        self._junior_folder = None
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(explain("junior", str(folder), "a folder with *.safetensors", "save it with save_pretrained"))
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                yield name, opened.get_tensor(name)
+
+
+def load_tables(tandem: dict[str, Any], vocab_size: int) -> torch.Tensor:
+    """[K, V] bool: the boundary tables of the file that `launch.write_tables` wrote; row 0 is empty.
+
+    Raises ConfigError if the file is not the one that the launcher named by its SHA-256, or does not fit the vocabulary.
+    """
+    path = tandem["tables"]
+    data = Path(path).read_bytes()
+    if hashlib.sha256(data).hexdigest() != tandem["tables_sha256"]:
+        raise ConfigError(
+            explain("tandem.tables", path, "the file whose SHA-256 the launcher passed", "restart the server")
+        )
+    tables = np.load(io.BytesIO(data), allow_pickle=False)
+    if tables.dtype != np.bool_ or tables.ndim != 2 or tables.shape[1] > vocab_size or tables[:1].any():
+        raise ConfigError(
+            explain(
+                "tandem.tables", f"{tables.dtype} {tables.shape}", f"bool rows of at most {vocab_size} ids", "restart"
+            )
+        )
+    padded = np.zeros((tables.shape[0], vocab_size), np.bool_)
+    padded[:, : tables.shape[1]] = tables
+    return torch.tensor(padded)
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise ConfigError, with the remedy, for server settings under which two models in one engine would go wrong."""
+    faults: list[tuple[str, object, str, str]] = []
+    if args.pp_size > 1:
+        faults.append(("pp_size", args.pp_size, "1: layers of two models are not split into stages", "use --tp-size"))
+    for name, remedy in (
+        ("enable_dp_attention", "use --dp-size without it"),
+        ("speculative_algorithm", "remove it: the junior is no draft model"),
+        ("enable_two_batch_overlap", "remove it"),
+        ("enable_hierarchical_cache", "remove it: tokens are known by their place in device memory"),
+        ("enable_pdmux", "remove it"),
+        ("enable_lora", "merge the adapter first"),
+    ):
+        if getattr(args, name, None):
+            faults.append((name, getattr(args, name), "unset", remedy))
+    for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        if getattr(args, name, None) == "flashinfer":
+            faults.append(
+                (name, "flashinfer", "triton: its planner knows one model's heads", "--attention-backend triton")
+            )
+    if getattr(args, "disaggregation_mode", "null") != "null":
+        faults.append(("disaggregation_mode", args.disaggregation_mode, "'null'", "serve prefill and decode together"))
+    if args.enable_memory_saver and not args.enable_weights_cpu_backup:
+        faults.append(
+            (
+                "enable_weights_cpu_backup",
+                False,
+                "True with enable_memory_saver: the trainer sends the senior back after a release, nobody sends the junior",
+                "add --enable-weights-cpu-backup (slime: --sglang-enable-weights-cpu-backup)",
+            )
+        )
+    if faults:
+        raise ConfigError("; ".join(explain(*fault) for fault in faults))

@@ -1,0 +1,67 @@
+"""Which senior and junior fit into one engine, told from their config.json. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime_tandem.errors import ModelError, explain
+
+ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+"""`model_type` -> first part of the class names, here and in SGLang."""
+
+
+def head_size(config: Mapping[str, Any]) -> int:
+    """Size of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """Number of key and value heads."""
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> None:
+    """Raise ModelError, with every reason, unless both can share one engine.
+
+    >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    >>> require_fitting(config, {**config, "num_hidden_layers": 3})
+    """
+    faults = []
+    kind = senior.get("model_type")
+    if kind not in ARCHITECTURES:
+        faults.append(explain("senior.model_type", kind, f"one of {sorted(ARCHITECTURES)}", "use two servers"))
+    elif junior.get("model_type") != kind:
+        faults.append(
+            explain("junior.model_type", junior.get("model_type"), f"{kind!r}, the senior's family", "use two servers")
+        )
+    if faults:
+        raise ModelError("; ".join(faults))
+    for role, config in (("senior", senior), ("junior", junior)):
+        if config.get("use_sliding_window") and config.get("sliding_window"):
+            faults.append(
+                explain(f"{role}.use_sliding_window", True, "full attention in every layer", "use two servers")
+            )
+    same = (
+        ("vocab_size", junior["vocab_size"], senior["vocab_size"], "one vocabulary, so that logits can be exchanged"),
+        ("num_key_value_heads", kv_heads(junior), kv_heads(senior), "one KV pool serves both models"),
+        ("head_dim", head_size(junior), head_size(senior), "one KV pool serves both models"),
+    )
+    for name, value, wanted, reason in same:
+        if value != wanted:
+            faults.append(
+                explain(
+                    f"junior.{name}", value, f"{wanted}, the senior's: {reason}", "use two servers, or another junior"
+                )
+            )
+    if junior["num_attention_heads"] > senior["num_attention_heads"]:
+        faults.append(
+            explain(
+                "junior.num_attention_heads",
+                junior["num_attention_heads"],
+                f"at most the senior's {senior['num_attention_heads']}: SGLang sizes attention workspaces by the senior",
+                "use two servers, or a narrower junior",
+            )
+        )
+    if faults:
+        raise ModelError("; ".join(faults))

@@ -1,0 +1,322 @@
+"""Real SGLang with two models inside, token by token against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from slime_tandem.config import RunConfig, SamplingConfig, Strategy
+from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.protocol import GenerateRequest
+from slime_tandem.errors import EngineRejectedError
+from slime_tandem.local.team import Team
+from slime_tandem.rollout.drive import write_lockstep, write_one
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.tandem import TandemWriter, handoff_of
+from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
+
+PROMPT = Prompt("p", (), None, "t")
+only = pytest.mark.parametrize
+Prompts = Callable[[int, int, int], list[tuple[int, ...]]]
+
+
+def make_rule(strategy: Strategy, tables: dict[str, frozenset[int]], prob: float = 0.5) -> HandoffRule:
+    return HandoffRule(strategy, prob, 6, 3, tables.get(strategy, frozenset()))
+
+
+def make_writer(
+    rule: HandoffRule, tokens: TokenBytes, prompt: Sequence[int], i: int, cap: int = 40, **kwargs: Any
+) -> TandemWriter:
+    more = {k: kwargs.pop(k) for k in ("tokens_per_request",) if k in kwargs}
+    sampling = SamplingConfig(max_new_tokens=cap, **kwargs)
+    # No end of turn but the length: the longer the response, the more there is to compare.
+    endless = TokenBytes(tokens.table, tokens.special, frozenset())
+    return TandemWriter(SampleKey(3, 1, i), 0, PROMPT, prompt, rule, sampling, endless, fused=True, **more)
+
+
+def write(client: EngineClient, writers: list[TandemWriter]) -> Any:
+    """All at once, each in an HTTP request of its own."""
+
+    async def every() -> list[TandemSample]:
+        return list(await asyncio.gather(*(write_one(w, {SENIOR: client, JUNIOR: client}) for w in writers)))
+
+    return every()
+
+
+def test_every_strategy_and_probability(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """Concurrent requests of all strategies, p = 0, .5, 1, in one batch: the author's log-probs, the rule's authors."""
+    rules = [make_rule(s, tables, p) for s in get_args(Strategy) for p in (0.0, 0.5, 1.0)]
+    rules.append(HandoffRule("word", 0.5, 6, 3, tables["custom"]))
+    writers = [
+        make_writer(rule, tokens, prompt, i)
+        for i, (rule, prompt) in enumerate(zip(rules, prompts(len(rules), 20, 1), strict=True))
+    ]
+    samples = engine.run(lambda client: write(client, writers))
+    for sample, rule in zip(samples, rules, strict=True):
+        engine.reference.check(sample)
+        assert len(sample.response_ids) == 40
+        assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
+        if rule.prob_senior == 0.5 and rule.strategy != "sentence":  # few ids end a sentence
+            assert 0 < sample.senior_tokens < 40
+
+
+@only(
+    "setting", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 5}], ids=str
+)
+@only("engine", ["qwen3"], indirect=True)
+def test_temperature_truncation_and_greedy(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, setting: dict[str, float]
+) -> None:
+    writers = [make_writer(make_rule("word", tables), tokens, p, i, **setting) for i, p in enumerate(prompts(6, 15, 2))]
+    for sample in engine.run(lambda client: write(client, writers)):
+        engine.reference.check(sample, temperature=setting.get("temperature", 1.0), top_p=setting.get("top_p", 1.0))
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_one_batched_request_for_all(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    writers = [make_writer(make_rule("word", tables), tokens, p, i) for i, p in enumerate(prompts(8, 30, 3))]
+    samples = engine.run(lambda c: write_lockstep(writers, {SENIOR: c, JUNIOR: c}))
+    for sample in samples:
+        assert isinstance(sample, TandemSample)
+        engine.reference.check(sample)
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_tandem_solo_and_scoring_requests_side_by_side(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """A plain request is the senior's, one with p = 0 the junior's; scores are the senior's."""
+    prompt, *more = prompts(9, 40, 4)
+    junior = handoff_of(make_rule("word", tables, 0.0), 5)
+    requests = [
+        GenerateRequest("plain", prompt, 20, top_logprobs_num=3),
+        GenerateRequest("junior", prompt, 20, handoff=junior, top_logprobs_num=3),
+        GenerateRequest("score", prompt, 0, logprob_start_len=0),
+    ]
+    writers = [make_writer(make_rule("sentence", tables), tokens, p, i) for i, p in enumerate(more)]
+
+    async def both(client: EngineClient) -> Any:
+        return await asyncio.gather(*(client.generate([r]) for r in requests), write(client, writers))
+
+    [plain], [solo_junior], [score], samples = engine.run(both)
+    for sample in samples:
+        engine.reference.check(sample)
+    for result, model in ((plain, engine.reference.senior), (solo_junior, engine.reference.junior)):
+        rows = engine.reference.log_probs(model, prompt + result.output_ids)[len(prompt) - 1 : -1]
+        assert len(result.output_ids) == 20 or result.finish_reason == "stop"
+        for row, token, log_prob, top in zip(
+            rows, result.output_ids, result.output_log_probs, result.output_top_logprobs, strict=True
+        ):
+            assert abs(float(row[token]) - log_prob) < 1e-4
+            assert [v for v, _ in top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    assert set(solo_junior.authors) == {JUNIOR}
+    rows = engine.reference.log_probs(engine.reference.senior, prompt)
+    assert score.input_log_probs[1:] == pytest.approx([float(rows[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-4)
+
+
+@only("engine", ["qwen3", "qwen2, mixed chunks"], indirect=True)
+def test_radix_hits_and_chunked_prefill(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """The same long prompt again, a prompt that ends inside a cached response, a second turn; chunks far below the length."""
+    [prompt] = prompts(1, 150, 5)
+    rule = make_rule("word", tables)
+    first = engine.run(lambda c: write(c, [make_writer(rule, tokens, prompt, i) for i in range(4)]))
+    inside = prompt + first[0].response_ids[:17]
+    again = [make_writer(rule, tokens, prompt, 9), make_writer(rule, tokens, inside, 10)]
+    again += [make_writer(rule, tokens, inside + first[1].response_ids, 11)]
+    second = engine.run(lambda c: write(c, again))
+    for sample in (*first, *second):
+        engine.reference.check(sample)
+
+    async def ask(client: EngineClient) -> Any:
+        return await client.generate([GenerateRequest("hit", inside, 1)])
+
+    assert engine.run(ask)[0].cached_tokens >= 150
+
+
+@only("engine", ["small pool, overlap", "llama, small pool, no overlap"], indirect=True)
+def test_forced_retractions_lose_and_change_nothing(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """Ten long responses in a pool for four: each is thrown out and prefilled again, the rule replayed over its own tokens."""
+    before = retractions(engine.log())
+    strategies = get_args(Strategy)
+    writers = [
+        make_writer(make_rule(strategies[i % 5], tables), tokens, p, i, cap=100)
+        for i, p in enumerate(prompts(10, 12, 6))
+    ]
+    for sample in engine.run(lambda client: write(client, writers)):
+        engine.reference.check(sample)
+        assert len(sample.response_ids) == 100
+    assert retractions(engine.log()) > before
+
+
+def retractions(log: str) -> int:
+    return len(re.findall(r"[Rr]etract", log))
+
+
+@only("engine", ["qwen3", "small pool, overlap"], indirect=True)
+def test_aborted_responses_resume_where_they_stopped(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    rule = make_rule("word", tables)
+
+    async def cut(client: EngineClient, after_s: float) -> list[TandemSample]:
+        writers = [make_writer(rule, tokens, p, i, cap=300) for i, p in enumerate(prompts(1, 12, 7) * 3)]
+        task = asyncio.ensure_future(write(client, writers))
+        await asyncio.sleep(after_s)
+        for writer in writers:
+            await client.abort(f"{writer.key.seed}-{writer.key.rollout_id}-{writer.key.sample_index}-0")
+        return list(await task)
+
+    for after_s in (0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # long enough on a busy machine, short enough on a fast one
+        cut_off = engine.run(lambda client, after_s=after_s: cut(client, after_s))
+        if any(s.finish_reason == "abort" and s.response_ids for s in cut_off):
+            break
+    else:
+        raise AssertionError("no response was cut")
+    sampling = SamplingConfig(max_new_tokens=300)
+    endless = TokenBytes(tokens.table, tokens.special, frozenset())
+    resumed = [
+        TandemWriter.resume(s, rule, sampling, endless, fused=True) for s in cut_off if s.finish_reason == "abort"
+    ]
+    for sample in engine.run(lambda client: write(client, resumed)):
+        assert len(sample.response_ids) == 300
+        engine.reference.check(sample)
+        assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_many_short_requests_and_inserted_text_are_one_response(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """The run that is open at the end of an input goes on; a tool's text starts a new one."""
+    rule = make_rule("word", tables)
+    [prompt] = prompts(1, 10, 8)
+    writer = make_writer(rule, tokens, prompt, 0, cap=50, tokens_per_request=7)
+    [sample] = engine.run(lambda client: write(client, [writer]))
+    assert sample.requests > 7
+    engine.reference.check(sample)
+    ends = TokenBytes(tokens.table, tokens.special, frozenset(range(100, 130)))
+    key = SampleKey(3, 1, 1)
+    turn = TandemWriter(key, 0, PROMPT, prompt, rule, SamplingConfig(max_new_tokens=80), ends, fused=True)
+
+    async def tool(_: TandemWriter) -> list[int] | None:
+        return [5, 6, 7, 8]
+
+    async def talk(client: EngineClient) -> TandemSample:
+        return await write_one(turn, {SENIOR: client, JUNIOR: client}, environment=tool)
+
+    talked = engine.run(talk)
+    assert talked.inserted
+    assert talked.authorship_mask == rule.authorship(key, talked.response_ids, inserted=talked.inserted)
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_a_table_that_the_engine_does_not_hold_is_refused(engine: Any, tokens: TokenBytes, prompts: Prompts) -> None:
+    [prompt] = prompts(1, 10, 9)
+    writer = make_writer(HandoffRule("word", 0.5, 6, 3, frozenset({2, 3})), tokens, prompt, 0)
+    with pytest.raises(EngineRejectedError, match="does not know"):
+        engine.run(lambda client: write(client, [writer]))
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_weight_updates_by_name(
+    engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, tmp_path: Path
+) -> None:
+    """Plain names change the senior only, `tandem_junior.` names the junior only; half-written responses go on after."""
+    rule = make_rule("word", tables)
+    f, reference = engine.folders, type(engine.reference)
+    junior2 = tmp_path / "junior2"
+    junior2.mkdir()
+    weights = load_file(f["qwen3-junior2"] / "model.safetensors")
+    save_file({f"tandem_junior.{k}": v for k, v in weights.items()}, junior2 / "model.safetensors", {"format": "pt"})
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (junior2 / name).write_bytes((f["qwen3-senior"] / name).read_bytes())
+    writers = [make_writer(rule, tokens, p, i, cap=60) for i, p in enumerate(prompts(4, 20, 10))]
+    again = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
+    last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
+
+    async def updates(client: EngineClient) -> Any:
+        await client.update_weights_from_disk(str(f["qwen3-senior2"]), "v2")
+        second = await write(client, writers)
+        await client.update_weights_from_disk(str(junior2), "v3")
+        third = await write(client, again)
+        return second, third
+
+    second, third = engine.run(updates)
+    for sample in second:
+        reference.load(f["qwen3-senior2"], f["qwen3-junior"]).check(sample)
+        assert {r.weight_version for r in sample.runs} == {"v2"}
+    for sample in third:
+        reference.load(f["qwen3-senior2"], f["qwen3-junior2"]).check(sample)
+
+    async def back(client: EngineClient) -> Any:
+        """The original weights again, while requests are under way."""
+        save_file(
+            {f"tandem_junior.{k}": v for k, v in load_file(f["qwen3-junior"] / "model.safetensors").items()},
+            junior2 / "model.safetensors",
+            {"format": "pt"},
+        )
+        running = asyncio.ensure_future(write(client, last))
+        await asyncio.sleep(0.05)
+        await client.update_weights_from_disk(str(junior2), "v4")
+        await client.update_weights_from_disk(str(f["qwen3-senior"]), "v5")
+        await running
+        return await write(client, [make_writer(rule, tokens, w.prompt_ids, 50 + i) for i, w in enumerate(writers)])
+
+    for sample in engine.run(back):
+        engine.reference.check(sample)
+    for writer in last:
+        assert writer.done
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_a_team_writes_through_one_engine(engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]]) -> None:
+    """`engine.mode=fused` of a run: solo and tandem responses through the same server, the mask of the two-server rule."""
+    config = RunConfig.from_mapping(
+        {
+            "models": {r: str(engine.folders[f"qwen3-{r}"]) for r in ("senior", "junior")},
+            "opd": {"enabled": False},
+            "sampling": {"max_new_tokens": 24},
+            "engine": {"mode": "fused", "senior_url": engine.server.url},
+        }
+    )
+    prompts = [Prompt(f"p{i}", (Message("user", "the cat sat " * i),), None, "t") for i in range(1, 4)]
+    with Team(config, engine.server.log_file.parent / "team") as team:
+        assert team.tandem_rule.boundary == tables["word"]
+        tandem = team.write(prompts, 0, 2, tandem=True)
+        solo = team.write(prompts, 0, 2, tandem=False)
+        assert not team.servers
+    for sample in (*tandem, *solo):
+        assert isinstance(sample, TandemSample)
+        engine.reference.check(sample)
+    assert all(s.authorship_mask == team.tandem_rule.authorship(s.key, s.response_ids) for s in tandem)
+    assert any(s.junior_tokens for s in tandem)
+    assert not any(s.junior_tokens for s in solo)
+
+
+def test_what_is_touched_inside_sglang_is_still_there(sglang_python: str) -> None:
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sglang_python, "-m", "slime_tandem.engines.fused.internals"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
