@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import environment, free_port, override_args, write_tables
+from slime_tandem.engines.fused.launch import environment, override_args, write_tables
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.engines.sglang import free_port
 from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.tandem import handoff_of
 from slime_tandem.types import SampleKey

@@ -36,6 +36,7 @@ from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.engines.sessions import SessionEngine
+from slime_tandem.engines.sglang import free_port
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter
@@ -204,17 +205,6 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], label: str, r
                 )
 
 
-def free_port() -> int:
-    """A port that was free a moment ago; SGLang adds 10000 to it for another listener."""
-    import socket
-
-    for port in random.SystemRandom().sample(range(20000, 50000), 100):
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
-    raise SystemExit("no free port between 20000 and 50000")
-
-
 @contextlib.contextmanager
 def sglang_pair(args: argparse.Namespace, extra: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Two servers, one per GPU, stopped by their own process groups."""
@@ -222,7 +212,7 @@ def sglang_pair(args: argparse.Namespace, extra: str, folder: Path) -> Iterator[
     urls = []
     try:
         for gpu in range(2):
-            port = free_port()
+            port = free_port("127.0.0.1")
             urls.append(f"http://127.0.0.1:{port}")
             env = {
                 **os.environ,

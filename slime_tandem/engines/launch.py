@@ -1,10 +1,12 @@
 """Starts, watches, stops and restarts a server as a child process; touches no process that it did not start.
 
-`ServerProcess` is the embedded server; `engines.sglang.SglangProcess` is real SGLang. Both are `ChildServer`s.
+`ServerProcess` is the embedded server; `engines.sglang.SglangProcess` is real SGLang, `engines.fused.launch.FusedServer`
+SGLang with two models inside. All are `ChildServer`s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,8 +31,9 @@ class ChildServer(ABC):
     """A server for the model folder `model`, as a child process with a session (so a process group) of its own.
 
     Ctrl-C in the terminal therefore reaches the parent alone, and `stop` reaches every process that the child started. Its
-    output goes to `log_file`. `port` 0 takes any free port at the first start; a restart uses the same one again. `threads`
-    bounds OpenMP's threads in each process. Use as a context manager, or `start` and `stop`.
+    output goes to `log_file`, or where this process's own goes for None. `port` 0 takes any free port at the first start;
+    a restart uses the same one again. `threads` bounds OpenMP's threads in each process. Use as a context manager, or
+    `start` and `stop`.
     """
 
     health_timeout_s = 1.0
@@ -40,14 +43,14 @@ class ChildServer(ABC):
         self,
         model: str | os.PathLike[str],
         *,
-        log_file: str | os.PathLike[str],
+        log_file: str | os.PathLike[str] | None,
         host: str,
         port: int,
         threads: int,
         start_timeout_s: float,
     ) -> None:
         self.model = os.fspath(model)
-        self.log_file = Path(log_file)
+        self.log_file = None if log_file is None else Path(log_file)
         self.host = host
         self._port = port
         self._threads = threads
@@ -98,13 +101,14 @@ class ChildServer(ABC):
         """Start the child without waiting; several servers come up faster side by side. `wait_ready` must follow."""
         assert not self.is_alive(), "start of a running server"
         self.stop()  # what a child that died by itself may have left
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_file is not None:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
         # The thread pool must not spin: several processes share the cores (OpenMP reads these at import).
         env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(self._threads)}
         env["TOKENIZERS_PARALLELISM"] = "false"
         env.update(self._environment())
         command = self._command()
-        with self.log_file.open("ab") as log:
+        with contextlib.nullcontext() if self.log_file is None else self.log_file.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command, no shell
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
             )
@@ -140,6 +144,14 @@ class ChildServer(ABC):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def wait(self) -> int:
+        """Wait until the child ends by itself; returns its exit code. `stop` must follow: the child may have left processes."""
+        assert self._process is not None, "launch comes first"
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        code = _exit_code(self._process)
+        assert code is not None
+        return code
+
     def restart(self) -> None:
         """Stop if need be, and start again on the same port with the weights of `model`."""
         self.stop()
@@ -155,6 +167,8 @@ class ChildServer(ABC):
             return False
 
     def _unavailable(self, value: str, expected: str) -> EngineUnavailableError:
+        if self.log_file is None:
+            return EngineUnavailableError(explain(f"server of {self.model}", value, expected, "read its output above"))
         lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         tail = "\n".join(f"  | {line}" for line in lines)
         message = explain(f"server of {self.model}", value, expected, f"read the end of its log {self.log_file}")

@@ -7,6 +7,7 @@ makes an environment for the CPU; docs/sglang.md says what holds there and what 
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -19,6 +20,8 @@ CPU_ARGS = (
     "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--max-total-tokens", "4096",
 )  # fmt: skip
 """Flags for a CPU without AMX and without the `sgl_kernel` package: no kernel of it is called with these."""
+
+_PORTS = range(20_000, 50_000)
 
 _CHILD = """
 import os, runpy, signal, sys, threading, time
@@ -89,21 +92,25 @@ class SglangProcess(ChildServer):
         return {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
 
     def _command(self) -> list[str]:
-        self._port = _free_port(self.host, self._port)
+        self._port = free_port(self.host, self._port)
         return [self.python, "-c", _CHILD, str(os.getpid()), *self._options, "--port", str(self._port)]
 
     def _find_port(self) -> bool:
         return True
 
 
-def _free_port(host: str, port: int) -> int:
+def free_port(host: str, port: int = 0) -> int:
     """`port`, or any free one for 0. Raises PortInUseError, so that a stranger's server is never taken for ours."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            raise PortInUseError(
-                explain("port", port, f"a free port on {host} ({error.strerror})", "stop the other process, or use 0")
-            ) from None
-        return int(sock.getsockname()[1])
+    # SGLang 0.5.15 adds 10000 to its port for another listener (server_args.py:3003) and refuses what is above 65535 then;
+    # the system's own choice of a free port may be too high.
+    candidates = [port] if port else random.SystemRandom().sample(_PORTS, 50)
+    for candidate in candidates:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, candidate))
+            except OSError as error:
+                reason = error.strerror
+                continue
+            return candidate
+    raise PortInUseError(explain("port", port, f"a free port on {host} ({reason})", "stop the other process, or use 0"))

@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
 import os
-import signal
-import socket
 import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +20,9 @@ import numpy as np
 import slime_tandem
 from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
-from slime_tandem.errors import ConfigError, EngineUnavailableError, ModelError, explain
+from slime_tandem.engines.launch import ChildServer
+from slime_tandem.engines.sglang import free_port
+from slime_tandem.errors import ConfigError, ModelError, explain
 
 PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
 MODEL_PACKAGE = "slime_tandem.engines.fused.models"
@@ -164,19 +160,15 @@ def default_flags(*, cuda: bool) -> dict[str, str | None]:
     return {**flags, "--device": "cpu", "--attention-backend": "torch_native", "--disable-cuda-graph": None}
 
 
-def free_port(host: str) -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        port: int = s.getsockname()[1]
-        return port
-
-
-class FusedServer:
-    """A fused SGLang server as a child process; the interface of `engines.launch.ServerProcess`.
+class FusedServer(ChildServer):
+    """A fused SGLang server as a child process.
 
     `tables` are the boundary sets that requests may name. `args` are further flags of `sglang.launch_server`; they come last
-    and win. The child has its own session, which ends with the parent. Raises ConfigError and ModelError before it starts.
+    and win. `threads`: OpenMP threads of each process. Raises ConfigError and ModelError before it starts.
     """
+
+    # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
+    health_timeout_s = 10.0
 
     def __init__(
         self,
@@ -192,14 +184,14 @@ class FusedServer:
         dtype: str = "float32",
         api_key: str | None = None,
         trust_remote_code: bool = False,
+        threads: int = 1,
         start_timeout_s: float = 600.0,
         args: Sequence[str] = (),
     ) -> None:
+        super().__init__(
+            senior, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
+        )
         self.senior, self.junior = Path(senior), Path(junior)
-        self.log_file = None if log_file is None else Path(log_file)
-        self.host, self._port = host, port
-        self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
         self._python = sglang_python(python)
         self._cuda = bool(preflight(self._python, allow_unknown_version=allow_unknown_version)["cuda"])
         self._tables = list(tables)
@@ -215,119 +207,26 @@ class FusedServer:
             self._flags.append("--trust-remote-code")
         self._flags += args
 
-    def __enter__(self) -> FusedServer:
-        self.start()
-        return self
+    def _environment(self) -> Mapping[str, str]:
+        return environment({**os.environ, "OMP_NUM_THREADS": str(self._threads)}, cuda=self._cuda)
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @property
-    def url(self) -> str:
-        """Base URL of the server; known once it was started."""
-        assert self._port, "started servers have a port"
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the running child, None without one."""
-        return self._process.pid if self._process is not None else None
-
-    def is_alive(self) -> bool:
-        """Whether the child process runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        """Start and wait until healthy. Raises EngineUnavailableError, with the log's last lines, if it does not come up."""
-        self.launch()
-        self.wait_ready()
-
-    def launch(self) -> None:
-        """Start the child without waiting; `wait_ready` must follow. Without a log file it writes to this process's output."""
-        assert not self.is_alive(), "start of a running server"
-        self._port = self._port or free_port(self.host)
+    def _command(self) -> list[str]:
+        self._port = free_port(self.host, self._port)
         self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
         file = Path(self._folder.name) / "tables.npy"
         digest = write_tables(file, self._tables, self._configs[0]["vocab_size"])
         override = override_args(*self._configs, junior_folder=self.junior, tables=file, tables_sha256=digest)
-        command = [
+        return [
             self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,
             "--json-model-override-args", json.dumps(override), "--port", str(self._port),
         ]  # fmt: skip
-        log = None
-        if self.log_file is not None:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            log = self.log_file.open("ab")
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - the user's own interpreter, no shell
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(os.environ, cuda=self._cuda),
-                start_new_session=True,
-            )
-        finally:
-            if log is not None:
-                log.close()
 
-    def wait_ready(self) -> None:
-        """Wait until /health answers 200. Raises EngineUnavailableError and leaves no process behind if it does not."""
-        process = self._process
-        assert process is not None, "launch comes first"
-        end = time.monotonic() + self._start_timeout_s
-        try:
-            while not self._healthy():
-                if process.poll() is not None:
-                    raise self._unavailable(f"exit code {process.returncode}", "a server that comes up")
-                if time.monotonic() > end:
-                    raise self._unavailable("no answer", f"a healthy server within {self._start_timeout_s:g} s")
-                time.sleep(0.1)
-        except BaseException:
-            self.stop()
-            raise
-
-    def wait(self) -> int:
-        """Wait until the child ends by itself; returns its exit code."""
-        assert self._process is not None, "launch comes first"
-        return self._process.wait()
+    def _find_port(self) -> bool:
+        return True
 
     def stop(self, timeout_s: float = 15.0) -> None:
-        """SIGTERM, then SIGKILL after `timeout_s` seconds, to the session that we started; nothing if none runs."""
-        process, self._process = self._process, None
-        if process is None:
-            return
+        """As for every server; its table file goes with it."""
+        super().stop(timeout_s)
         if self._folder is not None:
-            self._folder.cleanup()  # the server has read it
+            self._folder.cleanup()
             self._folder = None
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
-        process.wait()
-
-    def restart(self) -> None:
-        """Stop if need be, and start again on the same port with the weights of both folders."""
-        self.stop()
-        self.start()
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:  # noqa: S310 - our own http URL
-                return bool(response.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
-
-    def _unavailable(self, value: str, expected: str) -> EngineUnavailableError:
-        field = f"fused server of {self.senior} and {self.junior}"
-        if self.log_file is None:
-            return EngineUnavailableError(explain(field, value, expected, "read its output above"))
-        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        tail = "\n".join(f"  | {line}" for line in lines)
-        message = explain(field, value, expected, f"read the end of its log {self.log_file}")
-        return EngineUnavailableError(f"{message}\n{tail}" if tail else message)
