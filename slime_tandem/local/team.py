@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +34,12 @@ from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 Role = Literal["senior", "junior", "teacher"]
+<<<<<<< ours
 _SGLANG_START_S = 300.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
+=======
+_DYING_S = 5.0
+>>>>>>> theirs
 
 
 @contextlib.contextmanager
@@ -221,8 +226,17 @@ class Team:
         self.senior_version, self._senior_weights = version, folder
 
     def revive(self) -> list[Role]:
-        """Restart own servers that have died, give the senior its current weights; returns the roles restarted."""
-        dead = [role for role, server in self.servers.items() if not server.is_alive()]
+        """Restart own servers that have died, give the senior its current weights; returns the roles restarted.
+
+        To be called when a server did not answer. One that is dying closes its connections before it counts as dead, so a
+        few seconds are given to it.
+        """
+        end = time.monotonic() + _DYING_S
+        while True:
+            dead = [role for role, server in self.servers.items() if not server.is_alive()]
+            if dead or not self.servers or time.monotonic() > end:
+                break
+            time.sleep(0.05)
         for role in dead:
             self.servers[role].restart()
         if "senior" in dead and self._senior_weights is not None and self.senior_version is not None:
