@@ -34,12 +34,9 @@ from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
 Role = Literal["senior", "junior", "teacher"]
-<<<<<<< ours
 _SGLANG_START_S = 300.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
-=======
 _DYING_S = 5.0
->>>>>>> theirs
 
 
 @contextlib.contextmanager
