@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and passes the tests: lint, types and shell checks, then pytest. Arguments go to pytest.
+# The vocabularies of real models are fetched once (167 MB; SLIME_TANDEM_VOCABULARIES names their folder, else .cache/vocabularies).
 # The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium, which is installed here if a
 # Debian machine lacks it and this is root.
 set -euo pipefail
@@ -10,5 +11,6 @@ if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v
   run apt-get update -qq
   run apt-get install -y -qq chromium fonts-dejavu-core >/dev/null
 fi
+run "$VENV/bin/python" scripts/fetch_vocabularies.py
 run bash scripts/check.sh
 run "$VENV/bin/python" -m pytest "$@"

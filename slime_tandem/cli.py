@@ -1,22 +1,27 @@
 """The command line: `slime-tandem train | eval | report | config | serve | pretrain | fetch-model`.
 
-Errors that a user can cause end with exit code 2 and one message that says what to do; `SLIME_TANDEM_TRACEBACK=1` adds the
-traceback. Ctrl-C ends with exit code 130.
+Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
+(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 130 for Ctrl-C; 1 when the reader of the output went away, and for a fault
+of ours, whose traceback follows a line that asks for a report.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
 
 from slime_tandem import __version__
-from slime_tandem.config import RunConfig, fields_of
-from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain
+from slime_tandem.config import RunConfig, Strategy, fields_of
+from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain, explain_os_error
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -32,7 +37,7 @@ def _settings_help() -> str:
 
 def _brief(default: object) -> str:
     if isinstance(default, tuple):
-        return json.dumps([d.model_dump(exclude_defaults=True) for d in default])
+        return json.dumps([d.model_dump(exclude_defaults=True) if isinstance(d, BaseModel) else d for d in default])
     return json.dumps(default)
 
 
@@ -70,8 +75,19 @@ def build_parser() -> argparse.ArgumentParser:
     again.add_argument("--overwrite", action="store_true", help="delete an existing run of this name first")
     sub.set_defaults(action=_train)
 
-    sub = command("eval", "Solo and tandem accuracy and teacher KL of a senior on held-out prompts.", settings=True)
+    sub = command(
+        "eval",
+        "A senior on held-out prompts: solo pass@k, handoff robustness, drift from the junior, legibility to it.",
+        settings=True,
+    )
+    sub.add_argument(
+        "--handoff-strategy",
+        choices=get_args(Strategy),
+        default=argparse.SUPPRESS,
+        help="short for --set eval.handoff_strategy=... (default: that setting)",
+    )
     sub.add_argument("--output", metavar="FILE", help="also write the figures as JSON")
+    sub.add_argument("--plot", metavar="FILE", help="also draw them, as one self-contained SVG")
     sub.set_defaults(action=_eval)
 
     sub = command("report", "Write report.html of a run and print its table.")
@@ -129,8 +145,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _load(args: argparse.Namespace) -> RunConfig:
     overrides = list(args.overrides)
-    if args.model:
+    if args.model is not None:
         overrides.append(f"models.senior={json.dumps(args.model)}")
+    if getattr(args, "handoff_strategy", None):
+        overrides.append(f"eval.handoff_strategy={args.handoff_strategy}")
     return RunConfig.load(args.config, overrides)
 
 
@@ -148,23 +166,35 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from slime_tandem.local.rollouts import evaluate
-    from slime_tandem.local.tasks import TaskSet
-    from slime_tandem.local.team import Team
+    from rich.console import Console
+
+    from slime_tandem.evaluation.run import run_evaluation
+    from slime_tandem.evaluation.show import svg, table
 
     config = _load(args)
-    tasks = TaskSet(config.tasks, config.seed)
-    prompts = tasks.heldout_prompts(config.eval.prompts)
-    with Team(config, config.run_dir / "logs") as team:
-        metrics, _ = evaluate(team, tasks, prompts, config.eval.samples_per_prompt)
-    text = json.dumps({"model": str(team.folders["senior"]), "prompts": len(prompts), **metrics}, indent=2)
-    print(text)
-    if args.output:
-        try:
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RunDirError(explain("--output", args.output, "a writable file", str(error))) from None
+    for flag, name in (("--output", args.output), ("--plot", args.plot)):
+        _writable(flag, name)
+    evaluation = run_evaluation(config, lambda line: print(line, file=sys.stderr, flush=True))
+    Console().print(table(evaluation))
+    for note in evaluation.notes:
+        print(note)
+    _write("--output", args.output, json.dumps(evaluation.to_json(), indent=2, allow_nan=False) + "\n")
+    _write("--plot", args.plot, svg(evaluation))
     return 0
+
+
+def _writable(flag: str, name: str | None) -> None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    if name is not None and (Path(name).is_dir() or not Path(name).parent.is_dir()):
+        raise RunDirError(explain(flag, name, "a file in an existing folder", "make the folder, or name another file"))
+
+
+def _write(flag: str, name: str | None, text: str) -> None:
+    if name is not None:
+        try:
+            Path(name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RunDirError(explain(flag, name, "a writable file", str(error))) from None
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -175,8 +205,9 @@ def _report(args: argparse.Namespace) -> int:
     from slime_tandem.report.summary import write_summary
 
     summary = write_summary(Path(args.run))
+    page = write_report(Path(args.run))
     Console().print(final_table(summary))
-    print(f"report: {write_report(Path(args.run))}")
+    print(f"report: {page}")
     return 0
 
 
@@ -268,25 +299,52 @@ def _fetch_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `slime-tandem`; returns the exit code."""
-    args = build_parser().parse_args(argv)
+def _flush() -> None:
+    """Deliver what was printed, here, where a failure is an exit code; at the interpreter's end it would be a traceback."""
+    if sys.stdout is None:  # started with a closed standard output
+        return
     try:
-        code: int = args.action(args)
-        return code
-    except TandemError as error:
-        if os.environ.get("SLIME_TANDEM_TRACEBACK"):
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered has no reader: the interpreter's own flush must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
             raise
-        print(f"slime-tandem {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "\nstopped; `--resume` goes on from the last checkpoint" if args.command == "train" else "", file=sys.stderr
-        )
-        return 130
+        raise RunDirError(explain_os_error("output", error)) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # the table's lines are no reason to fail on an ASCII terminal
+    command = "slime-tandem"
+    try:
+        try:
+            args = build_parser().parse_args(argv)
+            command = f"slime-tandem {args.command}"
+            code: int = args.action(args)
+        finally:
+            _flush()
+        return code
     except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
+        return 1
+    except (TandemError, OSError) as error:
+        if os.environ.get("SLIME_TANDEM_TRACEBACK"):
+            traceback.print_exc()
+        message = str(error) if isinstance(error, TandemError) else explain_os_error(error.filename or "output", error)
+        print("\n".join((f"{command}: {message}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:
+        hint = "; `--resume` goes on from the last checkpoint" if command.endswith(" train") else ""
+        print("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole
+        print(
+            f"{command}: internal error ({type(error).__name__}). Please report it with the lines below.",
+            file=sys.stderr,
+        )
+        traceback.print_exc()
         return 1
 
 

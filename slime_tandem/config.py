@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -17,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from slime_tandem.errors import ConfigError, explain
 
 Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
+BoundaryClass = Literal["space", "newline", "punctuation"]
+AuthorSchedule = Literal["draw", "alternate"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -53,10 +56,21 @@ class TandemConfig(Section):
     enabled: bool = Field(True, description="False: the senior writes alone (plain GRPO)")
     selection_strategy: Strategy = Field("word", description="where a handoff may fall")
     prob_senior: Probability = Field(0.5, description="probability that a new run is the senior's")
+    author_schedule: AuthorSchedule = Field(
+        "draw",
+        description="draw: every run's author by prob_senior; alternate: senior, junior, senior, ... "
+        "(chunk and alternating always alternate)",
+    )
     max_gap_tokens: int = Field(32, ge=1, description="a run ends after so many tokens without a boundary")
     chunk_size: int = Field(16, ge=1, description="tokens per turn, strategy chunk only")
+    boundary_classes: tuple[BoundaryClass, ...] = Field(
+        ("space",),
+        min_length=1,
+        description="tokens that end a run, strategy word only: space (bytes begin with one; the paper's rule), newline (bytes "
+        "hold one), punctuation (bytes end in a full stop, comma, colon, semicolon, exclamation or question mark)",
+    )
     boundary_token_ids: tuple[int, ...] | None = Field(
-        None, description="ids after which a run ends; null: every id whose bytes begin with a space (the paper's rule)"
+        None, description="ids after which a run ends, instead of the classes; null: the classes' ids of this tokenizer"
     )
     junior_tokenizer: Literal["same", "any"] = Field(
         "same", description="any: the junior may have another tokenizer; handoffs then pass bytes (rollout/spelling.py)"
@@ -68,6 +82,47 @@ class TandemConfig(Section):
     junior_token_loss_weight: float = Field(
         0.0, ge=0.0, description="policy-gradient weight of junior tokens (not the paper's lambda_jun); paper: 0"
     )
+
+    @field_validator("boundary_classes")
+    @classmethod
+    def _each_class_once(cls, value: tuple[BoundaryClass, ...]) -> tuple[BoundaryClass, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("each class once; remove the repetition")
+        return value
+
+    def misuse(self) -> str | None:
+        """What a setting that the chosen strategy would ignore is told; None when every setting has its effect.
+
+        >>> TandemConfig(selection_strategy="sentence", chunk_size=4).misuse()
+        "tandem.chunk_size=4: expected 16 (the default) with tandem.selection_strategy='sentence', which ignores it. \
+Remedy: remove it, or choose chunk."
+        """
+        readers: dict[str, tuple[Strategy, ...]] = {
+            "prob_senior": ("word", "bernoulli", "sentence"),
+            "max_gap_tokens": ("word",),
+            "chunk_size": ("chunk",),
+            "boundary_classes": ("word",),
+            "boundary_token_ids": ("word", "sentence"),
+        }
+        for name, strategies in readers.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and self.selection_strategy not in strategies:
+                shown = list(value) if isinstance(value, tuple) else value
+                usual = list(default) if isinstance(default, tuple) else "null" if default is None else default
+                return explain(
+                    f"tandem.{name}",
+                    shown,
+                    f"{usual} (the default) with tandem.selection_strategy={self.selection_strategy!r}, which ignores it",
+                    f"remove it, or choose {' or '.join(strategies)}",
+                )
+        if self.boundary_token_ids is not None and self.boundary_classes != ("space",):
+            return explain(
+                "tandem.boundary_classes",
+                list(self.boundary_classes),
+                "['space'] (the default) with tandem.boundary_token_ids, which replaces the classes",
+                "remove one of the two",
+            )
+        return None
 
 
 class SamplingConfig(Section):
@@ -151,7 +206,7 @@ class TrainConfig(Section):
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
     save_every: int = Field(10, ge=1, description="steps between checkpoints")
-    threads: int | None = Field(None, ge=1, description="torch threads of the trainer; null: all cores")
+    threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
 
 
 class EvalConfig(Section):
@@ -160,6 +215,28 @@ class EvalConfig(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts")
     samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
     every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+    chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
+    temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
+    top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")
+    top_k: int = Field(20, ge=-1, description="`slime-tandem eval`: -1: whole vocabulary")
+    handoff_strategy: Strategy = Field(
+        "sentence",
+        description="`slime-tandem eval`: where the pen changes hands, senior first (sentence: at blank lines, the paper's; "
+        "choose word where answers have none)",
+    )
+    drift_samples: int = Field(
+        4,
+        ge=1,
+        description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
+    )
+    resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("-1 (whole vocabulary) or at least 1, SGLang refuses 0")
+        return value
 
 
 class EngineConfig(Section):
@@ -185,9 +262,9 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
     max_retries: int = Field(5, ge=0, description="repeats after disconnects, time-outs and 5xx answers")
     backoff_s: float = Field(0.2, ge=0.0, description="first pause before a repeat; doubles, at most 5 s")
-    max_batch: int = Field(256, ge=1, description="sequences an embedded server decodes at once")
-    cache_tokens: int = Field(65536, ge=256, description="KV cache of an embedded server, in tokens")
-    threads: int = Field(1, ge=1, description="torch threads of an embedded server")
+    max_batch: int = Field(256, ge=1, le=2**20, description="sequences an embedded server decodes at once")
+    cache_tokens: int = Field(65536, ge=256, le=2**31, description="KV cache of an embedded server, in tokens")
+    threads: int = Field(1, ge=1, le=1024, description="torch threads of an embedded server")
     sessions: bool = Field(
         False,
         description="keep contexts on the servers and send new tokens only: traffic grows linearly with the response",
@@ -195,6 +272,18 @@ class EngineConfig(Section):
     tokens_per_request: int | None = Field(
         None, ge=1, description="most tokens asked for in one co-writing request; null: whole runs"
     )
+
+    @field_validator("senior_url", "junior_url", "teacher_url")
+    @classmethod
+    def _is_http_url(cls, value: str | None) -> str | None:
+        try:
+            parts = urlsplit(value or "http://none")
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a broken IPv6 address, a port that is no number
+            good = False
+        if value == "" or not good:
+            raise ValueError("null or a URL such as http://127.0.0.1:30000")
+        return value
 
 
 class RunConfig(Section):
@@ -248,6 +337,11 @@ class RunConfig(Section):
                 "sampling.temperature=0: expected a temperature above 0 for training, greedy groups are all alike. "
                 "Remedy: set it to 1.0"
             )
+        if self.eval.temperature == 0.0 and self.eval.chains > 1:
+            raise ValueError(
+                f"eval.chains={self.eval.chains}: expected 1 with eval.temperature=0, greedy chains are all alike. "
+                "Remedy: set eval.chains=1, or raise eval.temperature"
+            )
         if self.objective.reward_coef > 0 and self.train.samples_per_prompt == 1 and self.train.steps > 0:
             raise ValueError(
                 "train.samples_per_prompt=1: expected at least 2, a group of one has no relative advantage. "
@@ -264,11 +358,8 @@ class RunConfig(Section):
                 f"tandem.junior_token_loss_weight={t.junior_token_loss_weight:g}: expected sampling.temperature=1, because "
                 "engines score given tokens at temperature 1. Remedy: set sampling.temperature=1, or the weight to 0"
             )
-        if t.boundary_token_ids is not None and t.selection_strategy not in ("word", "sentence"):
-            raise ValueError(
-                f"tandem.boundary_token_ids={list(t.boundary_token_ids)}: expected null, because "
-                f"tandem.selection_strategy={t.selection_strategy!r} counts tokens. Remedy: remove the ids, or choose word"
-            )
+        if problem := t.misuse():
+            raise ValueError(problem.removesuffix("."))
         e = self.engine
         if e.mode == "fused":
             wrong = [
@@ -326,16 +417,38 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+class _Loader(yaml.SafeLoader):
+    """The safe loader, but a key that stands twice in one mapping is an error: PyYAML would drop the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader's; raises ConstructorError for a key that is there already."""
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    problem = f"the key `{key_node.value}` stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one YAML mapping with the safe loader; raises ConfigError otherwise."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(explain("--config", str(path), "an existing YAML file", "check the path")) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(explain("--config", str(path), "a readable UTF-8 text file", str(error))) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        expected = f"a readable UTF-8 text file ({why})"
+        raise ConfigError(explain("--config", str(path), expected, "give a YAML file, saved as UTF-8")) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets a month 13 through as ValueError
-        raise ConfigError(explain("--config", str(path), "valid YAML", " ".join(str(error).split()))) from None
+        expected = f"valid YAML ({' '.join(str(error).split())})"
+        raise ConfigError(explain("--config", str(path), expected, "correct the file at this place")) from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -348,7 +461,7 @@ def _set_override(tree: dict[str, Any], item: str) -> None:
     if not eq or not key:
         raise ConfigError(explain("--set", item, "key=value with a dotted key", "e.g. --set tandem.prob_senior=0.3"))
     try:
-        value = yaml.safe_load(raw) if raw else ""
+        value = _load_yaml(raw) if raw else ""
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(explain("--set", item, "a YAML value", "quote it")) from None
     node = tree
@@ -372,11 +485,8 @@ def fields_of(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    known = (
-        [name for name, _, _ in fields_of()]
-        + list(RunConfig.model_fields)
-        + [f"tasks.{n}" for n in TaskSpec.model_fields]
-    )
+    defaults = {name: default for name, default, _ in fields_of()}
+    known = list(defaults) + list(RunConfig.model_fields) + [f"tasks.{n}" for n in TaskSpec.model_fields]
     items = error.errors(include_url=False)
     for item in items:
         if item["type"] == "too_short" and any(other["loc"][:1] == item["loc"] != other["loc"] for other in items):
@@ -394,7 +504,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield str(item["msg"]).removeprefix("Value error, ") + "."
         elif kind == "literal_error":
             field = where.rsplit(".", 1)[-1]
-            choices = [str(c) for c in get_args(Strategy)] if field == "selection_strategy" else []
+            choices = (
+                [str(c) for c in get_args(Strategy)] if field in ("selection_strategy", "handoff_strategy") else []
+            )
             close = difflib.get_close_matches(str(value), choices, n=1)
             yield explain(
                 where,
@@ -404,5 +516,8 @@ def _problems(error: ValidationError) -> Iterator[str]:
             )
         else:
             yield explain(
-                where or "config", value, str(item["msg"]).removeprefix("Value error, "), "correct this setting"
+                where or "config",
+                value,
+                str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be "),
+                f"correct this setting (default: {defaults[where]!r})" if where in defaults else "correct this setting",
             )

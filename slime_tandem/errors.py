@@ -6,6 +6,9 @@ Each message names the field, the value it had, what was expected and the remedy
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 def explain(field: str, value: object, expected: str, remedy: str) -> str:
     """One error sentence: `field=value`, what was expected, what to do.
@@ -14,6 +17,19 @@ def explain(field: str, value: object, expected: str, remedy: str) -> str:
     "tandem.prob_senior=1.5: expected a number in [0, 1]. Remedy: set it to 0.5, the paper's value."
     """
     return f"{field}={value!r}: expected {expected}. Remedy: {remedy}."
+
+
+def explain_os_error(path: str | os.PathLike[str], error: OSError) -> str:
+    """`explain` for a file or folder that the system refuses; a full disk gets a remedy of its own.
+
+    >>> explain_os_error("runs/a", OSError(errno.EACCES, "Permission denied"))
+    "runs/a='Permission denied': expected a usable path on a disk with free space. Remedy: check the path and its \
+permissions, or choose another one."
+    """
+    remedy = "check the path and its permissions, or choose another one"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space on that disk, then run again, or resume the run from its last checkpoint"
+    return explain(os.fspath(path), error.strerror or str(error), "a usable path on a disk with free space", remedy)
 
 
 class TandemError(Exception):

@@ -46,6 +46,14 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("tandem.max_gap_tokens", False, "another type than true or false"),
     ("tandem.boundary_token_ids", "1,2", "valid tuple"),
     ("tandem.boundary_token_ids", ["x"], "valid integer"),
+    ("tandem.boundary_classes", [], "at least 1 item"),
+    ("tandem.boundary_classes", ["space", "newline", "space"], "each class once"),
+    ("tandem.boundary_classes", "space", "valid tuple"),
+    ("tandem.boundary_classes", None, "valid tuple"),
+    ("tandem.selection_strategy", "sentences", "did you mean 'sentence'?"),
+    ("tandem.selection_strategy", None, "one of 'word', 'bernoulli', 'sentence', 'chunk' or 'alternating'"),
+    ("tandem.chunk_size", 0, "greater than or equal to 1"),
+    ("tandem.chunk_size", -3, "greater than or equal to 1"),
     ("tandem.enabled", "perhaps", "valid boolean"),
     ("tandem.enabled", 2, "valid boolean"),
     ("optimizer.lr", 0.0, "greater than 0"),
@@ -57,6 +65,10 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("objective.kl_estimator", "k4", "one of 'k1', 'k2' or 'k3'"),
     ("objective.clip_low", 1.0, "less than 1"),
     ("models.senior", 7, "valid string"),
+    ("eval.top_k", 0, "-1 (whole vocabulary) or at least 1"),
+    ("eval.chains", 0, "greater than or equal to 1"),
+    ("eval.resamples", 10, "greater than or equal to 100"),
+    ("tandem.author_schedule", "toggle", "one of 'draw' or 'alternate'"),
     ("models.dtype", "float16", "one of 'float32' or 'bfloat16'"),
     ("engine.request_timeout_s", -1, "greater than 0"),
     ("train.steps", -1, "greater than or equal to 0"),
@@ -89,6 +101,7 @@ def test_a_misspelt_strategy_gets_a_suggestion() -> None:
     assert all(repr(s) in text for s in get_args(Strategy))
     assert "did you mean 'word'?" in text
     assert "did you mean" not in problem({"tandem": {"selection_strategy": "zzz"}})
+    assert "did you mean 'sentence'?" in problem({"eval": {"handoff_strategy": "sentences"}})
 
 
 @pytest.mark.parametrize(
@@ -139,10 +152,32 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"top_k": 0}}, "sampling.top_k=0: expected -1"),
     ({"sampling": {"temperature": 0}, "opd": {"enabled": False}}, "sampling.temperature=0: expected"),
     ({"train": {"samples_per_prompt": 1}}, "train.samples_per_prompt=1: expected at least 2"),
+    ({"eval": {"temperature": 0}}, "eval.chains=8: expected 1 with eval.temperature=0"),
     ({"train": {"prompts_per_step": 8, "updates_per_step": 3}}, "train.updates_per_step=3: expected a divisor"),
     ({"objective": {"reward_coef": 0}, "opd": {"enabled": False}}, "objective.reward_coef=0: expected opd.enabled=true"),
     ({"objective": {"reward_coef": 0}, "opd": {"coef": 0}}, "objective.reward_coef=0: expected opd.enabled=true"),
     ({"tandem": {"selection_strategy": "chunk", "boundary_token_ids": [3]}}, "tandem.boundary_token_ids=[3]: expected null"),
+    ({"tandem": {"selection_strategy": "bernoulli", "boundary_token_ids": []}}, "tandem.boundary_token_ids=[]: expected null"),
+    *(
+        ({"tandem": {"selection_strategy": s, "boundary_classes": ["newline"]}}, "tandem.boundary_classes=['newline']: ")
+        for s in ("sentence", "bernoulli", "chunk", "alternating")
+    ),
+    *(
+        ({"tandem": {"selection_strategy": s, "max_gap_tokens": 8}}, "tandem.max_gap_tokens=8: expected 32")
+        for s in ("sentence", "bernoulli", "chunk", "alternating")
+    ),
+    *(
+        ({"tandem": {"selection_strategy": s, "chunk_size": 8}}, "tandem.chunk_size=8: expected 16")
+        for s in ("word", "sentence", "bernoulli", "alternating")
+    ),
+    *(
+        ({"tandem": {"selection_strategy": s, "prob_senior": 0.3}}, "tandem.prob_senior=0.3: expected 0.5")
+        for s in ("chunk", "alternating")
+    ),
+    (
+        {"tandem": {"boundary_token_ids": [3], "boundary_classes": ["space", "newline"]}},
+        "tandem.boundary_classes=['space', 'newline']: expected ['space']",
+    ),
     ({"tasks": [{"family": "jsonl"}]}, "tasks.0="),
     ({"tasks": [{"family": "chain_sum", "path": "x.jsonl"}]}, "tasks.0="),
 ]  # fmt: skip
@@ -162,6 +197,15 @@ def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
         {"train": {"samples_per_prompt": 1}, "objective": {"reward_coef": 0}},
         {"train": {"prompts_per_step": 8, "updates_per_step": 4}},
         {"tandem": {"selection_strategy": "sentence", "boundary_token_ids": [3]}},
+        {"tandem": {"boundary_classes": ["newline", "punctuation"], "max_gap_tokens": 1}},
+        {
+            "tandem": {
+                "selection_strategy": "chunk",
+                "chunk_size": 1,
+                "boundary_classes": ["space"],
+                "max_gap_tokens": 32,
+            }
+        },
         {"tasks": [{"family": "jsonl", "path": "x.jsonl"}]},
     ],
 )
@@ -248,9 +292,9 @@ def test_scientific_notation_is_a_number(tmp_path: Path) -> None:
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("tandem: {prob_senior: 0.1, chunk_size: 3}\nseed: 4\n", encoding="utf-8")
+    path.write_text("tandem: {prob_senior: 0.1, max_gap_tokens: 3}\nseed: 4\n", encoding="utf-8")
     config = RunConfig.load(path, ["tandem.prob_senior=0.2", "tandem.prob_senior=0.3", "name=x.y_z-1"])
-    assert (config.tandem.prob_senior, config.tandem.chunk_size, config.seed, config.name) == (0.3, 3, 4, "x.y_z-1")
+    assert (config.tandem.prob_senior, config.tandem.max_gap_tokens, config.seed, config.name) == (0.3, 3, 4, "x.y_z-1")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +422,9 @@ trees = st.fixed_dictionaries(
         "opd": st.fixed_dictionaries({}, optional={"clip": st.none() | st.floats(1e-9, 1e9)}),
         "optimizer": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1e3), "eps": st.floats(1e-300, 1)}),
         "eval": st.fixed_dictionaries({}, optional={"every": st.none() | st.integers(1, 10**6)}),
-        "engine": st.fixed_dictionaries({}, optional={"senior_url": st.none() | words}),
+        "engine": st.fixed_dictionaries(
+            {}, optional={"senior_url": st.none() | st.sampled_from(["http://127.0.0.1:30000", "https://host.example/base"])}
+        ),
     },
 )  # fmt: skip
 

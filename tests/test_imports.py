@@ -23,17 +23,20 @@ LIGHT = [
     "slime_tandem.rollout.handoff",
     "slime_tandem.rollout.tandem",
     "slime_tandem.distill.token_bytes",
+    "slime_tandem.distill.vocabularies",
     "slime_tandem.distill.alignment",
     "slime_tandem.distill.scoring",
     "slime_tandem.engines.protocol",
     "slime_tandem.objective.advantages",
+    "slime_tandem.evaluation.statistics",
+    "slime_tandem.evaluation.scoring",
 ]
 
 # Lower layers never import higher ones: types/config/errors <- pure modules <- engines <- local, report <- cli.
 LAYERS = {
     "types": 0, "config": 0, "errors": 0, "engines.protocol": 0,
-    "rollout": 1, "distill": 1, "objective": 1,
-    "engines": 2, "slime_hooks": 3, "local": 3, "report": 3, "cli": 4, "__main__": 5,
+    "rollout": 1, "distill": 1, "objective": 1, "evaluation.statistics": 1, "evaluation.scoring": 1,
+    "engines": 2, "slime_hooks": 3, "local": 3, "report": 3, "evaluation": 3, "cli": 4, "__main__": 5,
 }  # fmt: skip
 
 

@@ -15,8 +15,6 @@ import os
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,9 +249,14 @@ def serve(
     `port` 0 takes any free port; `port_file` gets its number as soon as it is taken. `cache_tokens` bounds, in tokens, both the
     running sequences and the kept prefixes. Raises PortInUseError, ModelError, EngineUnavailableError.
     """
-    for name, value, low in (("max_batch", max_batch, 1), ("cache_tokens", cache_tokens, 64), ("threads", threads, 1)):
-        if value < low:
-            raise DataError(explain(name, value, f"at least {low}", "raise it"))
+    for name, value, low, high in (
+        ("max_batch", max_batch, 1, 2**20),
+        ("cache_tokens", cache_tokens, 64, 2**31),
+        ("threads", threads, 1, 1024),
+        ("port", port, 0, 65535),
+    ):
+        if not low <= value <= high:
+            raise DataError(explain(name, value, f"at least {low} and at most {high}", "choose another value"))
     check_model_folder(model)
     sock = _listen(host, port)
     try:
@@ -275,7 +278,15 @@ def serve(
         def decode(ids: list[list[int]]) -> list[str]:
             return runner_box[0].decode(ids, False)
 
-        runner = Runner(hf_model, decode, max_batch=max_batch, cache_tokens=cache_tokens, weight_version=weight_version)
+        try:
+            runner = Runner(
+                hf_model, decode, max_batch=max_batch, cache_tokens=cache_tokens, weight_version=weight_version
+            )
+        except (RuntimeError, MemoryError) as error:
+            if "memory" not in str(error) and not isinstance(error, MemoryError):
+                raise
+            expected = "a KV cache that fits into this machine's memory"
+            raise DataError(explain("cache_tokens", cache_tokens, expected, "lower it")) from error
         max_tokens = min(runner.kv.context_length, cache_tokens)
         facts = served_model(hf_model, tokenizer, max_tokens, runner.kv.vocab_size)
         runner_box.append(facts)
@@ -337,17 +348,6 @@ async def _run(
         )
 
 
-def _die_with(parent: int) -> None:
-    """End this process when `parent` is no longer its parent, even if that was killed."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m slime_tandem.engines.embedded MODEL ...`; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -367,10 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--served-name", default=None, help="name shown in /model_info")
     parser.add_argument("--weight-version", default="default", help="version of the first weights")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model folder")
-    parser.add_argument("--parent-pid", type=int, default=None, help="end when this parent process ends")
     args = parser.parse_args(argv)
-    if args.parent_pid is not None:
-        _die_with(args.parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):  # while loading; `serve` installs its own afterwards
         signal.signal(number, lambda *_: os._exit(0))
     try:

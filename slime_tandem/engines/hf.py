@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from slime_tandem.errors import ModelError, explain
 
@@ -23,15 +25,18 @@ def quiet_transformers() -> None:
 
 
 def check_model_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder as a path if it holds a config and safetensors weights; raises ModelError that names what is missing."""
+    """The folder as a path if it holds a config and whole safetensors files; raises ModelError that names what is not.
+
+    Reads the config and the headers of the weight files, not the weights.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(
             explain("model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used")
         )
-    if not (path / "config.json").is_file():
-        raise ModelError(explain("model", str(folder), "a folder with config.json", "save it with save_pretrained"))
-    if not any(path.glob("*.safetensors")):
+    read_model_config(path)
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
         raise ModelError(
             explain(
                 "model",
@@ -40,7 +45,35 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
                 "save it with save_pretrained",
             )
         )
+    for file in weights:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                explain("model", str(file), f"a whole safetensors file ({error})", "copy or save the weights again")
+            ) from error
     return path
+
+
+def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in config.json of a model folder; raises ModelError if there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError(explain("model", str(folder), "a folder with config.json", "save it with save_pretrained"))
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder; raises ModelError for a file that holds none or cannot be read."""
+    why = "it holds something else"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        found, why = None, str(error)
+    if not isinstance(found, dict):
+        raise ModelError(explain("model", str(path), f"a file with one JSON object ({why})", "save the model again"))
+    return found
 
 
 def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_remote_code: bool = False) -> Any:

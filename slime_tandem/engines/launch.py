@@ -103,8 +103,8 @@ class ServerProcess:
         os.close(handle)
         self._port_file = Path(port_file)
         command = [
-            sys.executable, "-m", "slime_tandem.engines.embedded", self.model, "--port", str(self._port),
-            "--port-file", port_file, "--parent-pid", str(os.getpid()), *self._options,
+            sys.executable, "-m", "slime_tandem.engines.child", str(os.getpid()), self.model, "--port", str(self._port),
+            "--port-file", port_file, *self._options,
         ]  # fmt: skip
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell

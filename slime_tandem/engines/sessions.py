@@ -19,6 +19,9 @@ from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, explain
 
+_REOPENED = 2
+"""Times that a refused request is tried again in a new session."""
+
 
 @dataclass
 class _Session:
@@ -67,15 +70,16 @@ class SessionEngine:
         name = request.conversation
         if name is None:
             return (await self._client.generate([request]))[0]
-        known = name in self._sessions and self._sessions[name].turn is not None
-        try:
-            return await self._in_session(name, request)
-        except EngineRejectedError:
-            if not known:
-                raise
-        lost = self._sessions.pop(name)
-        with contextlib.suppress(EngineRejectedError):
-            await self._client.close_session(lost.id)
+        for _ in range(_REOPENED):
+            try:
+                return await self._in_session(name, request)
+            except EngineRejectedError:
+                # Perhaps the server lost the session, if need be between opening and first use. A request that is itself at
+                # fault is refused in a new session, too.
+                lost = self._sessions.pop(name, None)
+                if lost is not None:
+                    with contextlib.suppress(EngineRejectedError):
+                        await self._client.close_session(lost.id)
         return await self._in_session(name, request)
 
     async def _in_session(self, name: str, request: GenerateRequest) -> GenerateResult:

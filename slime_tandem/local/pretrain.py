@@ -138,7 +138,7 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None
     """
     if not name.startswith(PREFIX):
         path = Path(name)
-        if not path.is_dir():
+        if not name or not path.is_dir():  # Path("") would be the current folder
             raise ModelError(explain("model", name, "a Hugging Face folder or builtin:<role>", "check the path"))
         return path
     role = name.removeprefix(PREFIX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -54,11 +54,7 @@ def rollout(
     """
     t0 = time.perf_counter()
     written = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
-    samples = [s for s in written if isinstance(s, TandemSample)]
-    failed = [s for s in written if isinstance(s, FailedSample)]
-    if failed and (team.config.sampling.on_failed_sample == "stop" or not samples):
-        first = failed[0]
-        raise EngineError(f"{len(failed)} of {len(written)} samples could not be written; {first.key}: {first.reason}")
+    samples = successful(written, team.config.sampling.on_failed_sample)
     rewards = [tasks.reward(s.prompt, s.text) for s in samples]
     t1 = time.perf_counter()
     scores = with_revival(team, lambda: _score(team, samples)) if score else [None] * len(samples)
@@ -67,7 +63,23 @@ def rollout(
         ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
         for s, r, a in zip(samples, rewards, scores, strict=True)
     ]
-    return scored, {"time/rollout_s": t1 - t0, "time/scoring_s": t2 - t1, "rollout/failed_samples": float(len(failed))}
+    return scored, {
+        "time/rollout_s": t1 - t0,
+        "time/scoring_s": t2 - t1,
+        "rollout/failed_samples": float(len(written) - len(samples)),
+    }
+
+
+def successful(
+    written: Sequence[TandemSample | FailedSample], on_failed: Literal["stop", "drop_sample"]
+) -> list[TandemSample]:
+    """The samples that were written. Raises EngineError if one failed and `on_failed` is `stop`, or if all did."""
+    samples = [s for s in written if isinstance(s, TandemSample)]
+    failed = [s for s in written if isinstance(s, FailedSample)]
+    if failed and (on_failed == "stop" or not samples):
+        first = failed[0]
+        raise EngineError(f"{len(failed)} of {len(written)} samples could not be written; {first.key}: {first.reason}")
+    return samples
 
 
 def _score(team: Team, samples: Sequence[TandemSample]) -> Sequence[AlignedScores | TeacherScoreError | None]:

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import RunDirError, explain
+from slime_tandem.errors import RunDirError, TandemError, explain
 from slime_tandem.local.batches import build_rows
+from slime_tandem.local.convert import architecture_of, load_hf_config
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.rollouts import evaluate, rollout, rollout_metrics, with_revival
 from slime_tandem.local.tasks import TaskSet
@@ -29,10 +32,15 @@ from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, transcript_of
+from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
 from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2
 _EVAL_TRANSCRIPTS = 12
+_LOCK = ".lock"
+_PROBE, _PROBE_BYTES = ".probe", 2**18
+# What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
+_NO_WORK = (_LOCK, _PROBE, "logs")
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,24 @@ def control_config(config: RunConfig) -> RunConfig:
 def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Summary:
     """Run everything and return the summary; the folder is `runs_dir/name`.
 
-    An existing run is refused unless `resume` (go on from the last checkpoint) or `overwrite` (delete it) is given.
-    KeyboardInterrupt leaves a checkpoint of the last whole step and no process. Raises TandemError kinds.
+    An existing run is refused unless `resume` (go on from the last checkpoint) or `overwrite` (delete it) is given, and a
+    folder where another process runs always. KeyboardInterrupt leaves a checkpoint of the last whole step and no process.
+    Raises TandemError kinds.
     """
     run_dir = config.run_dir
-    _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    with _only_one(run_dir):
+        _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
+        with disk_errors(run_dir):  # a full disk is told now: a server that cannot even write its log would not say why
+            probe = run_dir / _PROBE
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        return _train(config, resume=resume)
+
+
+def _train(config: RunConfig, *, resume: bool) -> Summary:
+    run_dir = config.run_dir
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
@@ -85,24 +106,62 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with _terminate_as_interrupt():
         try:
-            with Team(config, run_dir / "logs") as team:
+            team = Team(config, run_dir / "logs")
+            architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
+            with team:
+                _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
-        finally:
-            # Also of a run that was cut short: what there is can be looked at.
-            if (run_dir / "config.yaml").exists():
-                write_summary(run_dir)
-                write_report(run_dir)
+        except BaseException as error:
+            # Of a run that was cut short, too, what there is can be looked at. If even that fails (a full disk), the reason
+            # for the stop is what must be told first.
+            try:
+                _write_results(run_dir)
+            except (TandemError, OSError) as second:
+                error.add_note(f"no report: {second}")
+            raise
+        _write_results(run_dir)
     return summarise(run_dir)
 
 
+def _write_results(run_dir: Path) -> None:
+    if (run_dir / "config.yaml").exists():
+        write_summary(run_dir)
+        write_report(run_dir)
+
+
+@contextmanager
+def _only_one(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder's lock; the system lets go of it however this process ends."""
+    lock = FileLock(run_dir / _LOCK)
+    try:
+        with disk_errors(run_dir / _LOCK):
+            lock.acquire(timeout=0)
+    except RunDirError as error:
+        if not isinstance(error.__cause__, Timeout):
+            raise
+        raise RunDirError(
+            explain("name", run_dir.name, f"no other run at work in {run_dir}", "wait for it, stop it, or rename")
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    if overwrite and run_dir.exists():
-        if not (run_dir / "config.yaml").exists() and any(run_dir.iterdir()):
+    if overwrite:
+        here = list(run_dir.iterdir())
+        if not (run_dir / "config.yaml").exists() and any(path.name not in _NO_WORK for path in here):
             raise RunDirError(
                 explain("--overwrite", str(run_dir), "a run folder (with config.yaml)", "delete the folder yourself")
             )
-        shutil.rmtree(run_dir)
+        with disk_errors(run_dir):
+            for path in here:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != _LOCK:
+                    path.unlink()
     if not resume and (run_dir / "config.yaml").exists():
         raise RunDirError(
             explain(
@@ -112,8 +171,22 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
                 "--resume goes on with it, --overwrite deletes it, or rename",
             )
         )
-    with disk_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
+    """Save where runs end; on a resumed run check that they still end there (another tokenizer would move every author)."""
+    if not path.exists():
+        with disk_errors(path.parent):
+            write_boundaries(path, record)
+    elif read_boundaries(path) != record:
+        raise RunDirError(
+            explain(
+                "boundaries of the run",
+                str(path),
+                "those of the tokenizer and settings now in use",
+                "resume with the models and tandem settings that the run was started with",
+            )
+        )
 
 
 def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
@@ -219,7 +292,8 @@ def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:
 
 
 def _save(policy: MegatronPolicy, arm: Arm, step: int) -> None:
-    arm.checkpoints.mkdir(parents=True, exist_ok=True)
+    with disk_errors(arm.checkpoints):
+        arm.checkpoints.mkdir(parents=True, exist_ok=True)
     newest = arm.checkpoints / f"step-{step:06d}"
     policy.save_checkpoint(newest, {"step": step})
     for old in sorted(arm.checkpoints.glob("step-*"))[:-2]:

@@ -211,7 +211,12 @@ class _ReasoningGym:
         except Exception as error:  # data sets refuse their config by any exception, mostly AssertionError
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                explain(f"{where}.config", self._spec.config, f"a config that {family} accepts", f"it says {reason}")
+                explain(
+                    f"{where}.config",
+                    self._spec.config,
+                    f"a config that {family} accepts; it says {reason}",
+                    "change these settings of the data set",
+                )
             ) from error
 
 
@@ -254,7 +259,9 @@ def read_jsonl(path: Path) -> list[Prompt]:
     except FileNotFoundError:
         raise DataError(explain("path", str(path), "an existing JSONL file", "check tasks.*.path")) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(explain("path", str(path), "a readable UTF-8 text file", str(error))) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        expected = f"a readable UTF-8 text file ({why})"
+        raise DataError(explain("path", str(path), expected, "give a JSONL file, saved as UTF-8")) from None
     prompts = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise DataError(explain("path", str(path), "at least one line", "add prompts to the file"))

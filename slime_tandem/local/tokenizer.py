@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
-from slime_tandem.engines.hf import load_tokenizer
+from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes, encode_exact
+from slime_tandem.engines.hf import load_tokenizer, read_json_object
 from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
 from slime_tandem.rollout.spelling import Speller
 from slime_tandem.types import Message
@@ -34,16 +33,36 @@ class ModelTokenizer:
             raise ModelError(
                 explain("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
             )
-        return cls(folder, build_token_bytes(hf, _eos_ids(folder, hf)), hf)
+        tokenizer = cls(folder, build_token_bytes(hf, _eos_ids(folder, hf)), hf)
+        tokenizer.render([Message("user", "probe")])  # a broken template is told now, not in the middle of a run
+        return tokenizer
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of the chat template, with the generation prompt."""
-        text = self.hf.apply_chat_template([m.as_dict() for m in messages], tokenize=False, add_generation_prompt=True)
+        """Prompt ids of the chat template, with the generation prompt.
+
+        Raises ModelError if the template is broken or refuses these messages (some know no system role).
+        """
+        turns = [m.as_dict() for m in messages]
+        try:
+            text = self.hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: it raises what it likes
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            roles = ", ".join(m.role for m in messages)
+            raise ModelError(
+                explain(
+                    "chat template",
+                    str(self.folder),
+                    f"a template that renders messages of these roles: {roles} ({why})",
+                    "mend chat_template.jinja or tokenizer_config.json, or leave these roles out of the prompts",
+                )
+            ) from error
         return list(self.hf.encode(text, add_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: no special token is added, and none is recognised inside the text."""
-        return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
+        """Ids of plain text: no special token or leading space is added, and no special token is recognised inside."""
+        return encode_exact(
+            self.tokens, lambda t: self.hf.encode(t, add_special_tokens=False, split_special_tokens=True), text
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; bytes that are no UTF-8 show as U+FFFD, special tokens add nothing."""
@@ -69,14 +88,23 @@ class ModelTokenizer:
 
 def _eos_ids(folder: Path, hf: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+    eos = read_json_object(path).get("eos_token_id") if path.exists() else None
     if eos is None:
         eos = hf.eos_token_id
     if eos is None:
         raise ModelError(
             explain("model folder", str(folder), "an end-of-turn token", "set eos_token_id in generation_config.json")
         )
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    ids = eos if isinstance(eos, list) else [eos]
+    size = len(hf)
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size:
+            raise ModelError(
+                explain(
+                    "eos_token_id", i, f"ids of {folder}'s tokenizer, 0 to {size - 1}", "mend generation_config.json"
+                )
+            )
+    return frozenset(ids)
 
 
 def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> None:

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from slime_tandem import __version__
-from slime_tandem.errors import TandemError
+from slime_tandem.errors import RunDirError, TandemError, explain
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
 from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, summarise
@@ -132,6 +132,7 @@ def render(run_dir: Path) -> str:
     if summary["control"] is not None:
         parts.append(("control", summary["control"], run_dir / "control"))
     lines = [(part["label"], key, load_files(folder).steps) for key, part, folder in parts]
+    groups = _groups([(key, part["label"], folder) for key, part, folder in parts])
     curves = [c for name, title in CURVES if (c := curve(name, title, lines)) is not None]
     env = Environment(
         loader=PackageLoader("slime_tandem.report"),
@@ -160,13 +161,27 @@ def render(run_dir: Path) -> str:
             for name, title in EVALUATION
         ],
         seconds=_seconds([part for _, part, _ in parts]),
-        groups=transcript_groups([(key, part["label"], folder) for key, part, folder in parts]),
+        groups=groups,
         config_yaml=config.to_yaml(),
         config_line=(
             f"{config.train.steps} steps of {config.train.prompts_per_step} prompts × "
             f"{config.train.samples_per_prompt} responses, seed {config.seed}"
         ),
     )
+
+
+def _groups(parts: Sequence[tuple[str, str, Path]]) -> list[TranscriptGroup]:
+    try:
+        return transcript_groups(parts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunDirError(
+            explain(
+                f"transcripts.jsonl in {parts[0][2]} or its control/",
+                f"{type(error).__name__}: {error}",
+                "rows as `slime-tandem train` writes them",
+                "restore the file, or move it away: the report then has no transcripts",
+            )
+        ) from error
 
 
 def _status(summary: Summary) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError, explain
-from slime_tandem.report.metrics import Row, row_keys
+from slime_tandem.report.metrics import Row, Scope, row_keys
 from slime_tandem.report.writer import disk_errors, read_rows
 
 DASH = "–"
@@ -94,8 +94,31 @@ def load_config(run_dir: Path) -> RunConfig:
 
 
 def load_files(run_dir: Path) -> RunFiles:
-    """The rows of one run folder; rows of files that are not there yet are empty."""
-    return RunFiles(tuple(read_rows(run_dir / "metrics.jsonl")), tuple(read_rows(run_dir / "eval.jsonl")))
+    """The rows of one run folder; rows of files that are not there yet are empty. Raises RunDirError for damaged rows."""
+    return RunFiles(_rows(run_dir / "metrics.jsonl", "step"), _rows(run_dir / "eval.jsonl", "eval"))
+
+
+def _rows(path: Path, scope: Scope) -> tuple[Mapping[str, Any], ...]:
+    rows = tuple(read_rows(path))
+    for row in rows:
+        wrong = [name for name in row_keys(scope) if name not in row or not _is_value(row[name])]
+        wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
+        if wrong:
+            raise RunDirError(
+                explain(
+                    f"{path} step {row['step']}: {wrong[0]}",
+                    row.get(wrong[0], "missing"),
+                    "a name" if wrong[0] == "phase" else "a finite number or null",
+                    "restore the file, or delete this line",
+                )
+            )
+    return rows
+
+
+def _is_value(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def run_label(config: RunConfig) -> str:

@@ -7,7 +7,6 @@ loses at most the line it was writing; a resumed run first drops what it is goin
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -26,7 +25,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError, RunDirError, explain
+from slime_tandem.errors import DataError, RunDirError, explain, explain_os_error
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
@@ -115,17 +114,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except RunDirError:
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise RunDirError(
-            explain(
-                str(path),
-                error.strerror or str(error),
-                "a writable file on a disk with free space",
-                "free space on that disk, then resume the run from its last checkpoint"
-                if full
-                else "check the path and its permissions, or choose another runs_dir",
-            )
-        ) from error
+        raise RunDirError(explain_os_error(path, error)) from error
 
 
 class RunWriter:

@@ -11,6 +11,9 @@ Strategies (Tandem RL, arXiv 2606.28166; the literal values are the paper's):
   sentence     a run ends after a token whose bytes end in a blank line
   chunk        `chunk_size` tokens each, authors alternate, senior first
   alternating  one token each, authors alternate, senior first
+
+With `schedule="alternate"` the authors of word, bernoulli and sentence runs alternate too, senior first, instead of being
+drawn: the paper's handoff evaluation is `sentence` so.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from slime_tandem.config import Strategy, TandemConfig
+from slime_tandem.config import AuthorSchedule, Strategy, TandemConfig
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
 _M32 = 0xFFFFFFFF
@@ -73,6 +76,8 @@ class HandoffRule:
     >>> key = SampleKey(seed=7, rollout_id=0, sample_index=3)
     >>> rule.authorship(key, [5, 6, 1, 5, 1, 5])  # runs: [5 6 1] [5 1] [5]
     (1, 1, 1, 1, 1, 0)
+    >>> HandoffRule("word", 0.5, 32, 16, frozenset({1}), schedule="alternate").authorship(key, [5, 6, 1, 5, 1, 5])
+    (1, 1, 1, 0, 0, 1)
     """
 
     strategy: Strategy
@@ -80,6 +85,7 @@ class HandoffRule:
     max_gap_tokens: int
     chunk_size: int
     boundary: frozenset[int]
+    schedule: AuthorSchedule = "draw"
 
     @classmethod
     def from_config(cls, config: TandemConfig, boundary: Iterable[int]) -> HandoffRule:
@@ -90,6 +96,7 @@ class HandoffRule:
             max_gap_tokens=config.max_gap_tokens,
             chunk_size=config.chunk_size,
             boundary=frozenset(boundary),
+            schedule=config.author_schedule if config.enabled else "draw",
         )
 
     def author(self, akey: int, run: int) -> int:
@@ -114,7 +121,7 @@ class HandoffRule:
     @property
     def alternates(self) -> bool:
         """Whether the authors take turns, senior first, instead of being drawn."""
-        return self.strategy in ("chunk", "alternating")
+        return self.schedule == "alternate" or self.strategy in ("chunk", "alternating")
 
     @property
     def fixed_run_length(self) -> int | None:

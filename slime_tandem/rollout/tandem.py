@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from slime_tandem.config import SamplingConfig
+from slime_tandem.config import BoundaryClass, SamplingConfig
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff, table_fingerprint
 from slime_tandem.errors import DataError, EngineError, explain
@@ -81,6 +81,7 @@ class TandemWriter:
         tokens: TokenBytes,
         *,
         custom_boundary: bool = False,
+        boundary_classes: tuple[BoundaryClass, ...] = ("space",),
         score_junior: bool = False,
         junior_text: JuniorText | None = None,
         refuse_fallback: bool = False,
@@ -94,7 +95,7 @@ class TandemWriter:
         self.key, self.group_id, self.prompt = key, group_id, prompt
         self.prompt_ids = tuple(prompt_ids)
         self.rule, self.sampling, self.tokens = rule, sampling, tokens
-        self._custom_boundary = custom_boundary
+        self._custom_boundary, self._classes = custom_boundary, boundary_classes
         assert not (fused and junior_text is not None), "two tokenizers need two engines"
         self._fused = fused
         self._score_junior = score_junior or (fused and sampling.temperature == 1.0)
@@ -129,6 +130,7 @@ class TandemWriter:
         tokens: TokenBytes,
         *,
         custom_boundary: bool = False,
+        boundary_classes: tuple[BoundaryClass, ...] = ("space",),
         score_junior: bool = False,
         junior_text: JuniorText | None = None,
         refuse_fallback: bool = False,
@@ -142,8 +144,8 @@ class TandemWriter:
         """
         writer = cls(
             sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens,
-            custom_boundary=custom_boundary, score_junior=score_junior, junior_text=junior_text,
-            refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request, fused=fused,
+            custom_boundary=custom_boundary, boundary_classes=boundary_classes, score_junior=score_junior,
+            junior_text=junior_text, refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request, fused=fused,
         )  # fmt: skip
         if sample.finish_reason != "abort":
             raise DataError(
@@ -233,7 +235,7 @@ class TandemWriter:
             if self.rule.run_cap is not None:
                 budget = min(budget, runs * self.rule.run_cap - self._run_length)
             if not self._custom_boundary:
-                pattern = stop_regex(self.rule.strategy, runs)
+                pattern = stop_regex(self.rule.strategy, runs, classes=self._classes)
             elif len(self.rule.boundary) <= _MAX_STOP_IDS and (author == SENIOR or self._junior_text is None):
                 stop_ids += tuple(sorted(self.rule.boundary))
             else:

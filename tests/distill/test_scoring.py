@@ -55,11 +55,11 @@ class ScriptedTeacher:
         return out
 
 
-def make_teacher(engine: ScriptedTeacher, max_batch: int = 128) -> Teacher:
+def make_teacher(engine: ScriptedTeacher, max_batch: int = 128, max_tokens: int | None = None) -> Teacher:
     def render(messages: Sequence[Message]) -> list[int]:
         return [5] * len(messages[0].content)
 
-    return Teacher(engine, TEACHER, render, encode, end_of_turn=0, max_batch=max_batch)
+    return Teacher(engine, TEACHER, render, encode, end_of_turn=0, max_batch=max_batch, max_tokens=max_tokens)
 
 
 def sample(i: int, ids: Sequence[int], prompt: str = "xyz") -> TandemSample:
@@ -182,3 +182,20 @@ def test_an_unreachable_teacher_is_not_a_faulty_sample() -> None:
 
     with pytest.raises(EngineUnavailableError, match="teacher is down"):
         score(make_teacher(Down()), [sample(0, [2])])
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 100])
+def test_a_sample_too_long_for_the_teacher_fails_alone_and_is_not_sent(max_batch: int) -> None:
+    """The prompt takes 3 teacher tokens; responses of 2, 3, 1 and 4 tokens meet a limit of 5."""
+    engine = ScriptedTeacher()
+    samples = [sample(i, [2] * n) for i, n in enumerate((2, 3, 1, 4))]
+    got = score(make_teacher(engine, max_batch, max_tokens=5), samples)
+    free = score(make_teacher(ScriptedTeacher()), samples)
+    for i in (0, 2):
+        assert isinstance(got[i], AlignedScores)
+        assert got[i].log_probs.tolist() == free[i].log_probs.tolist()
+    for i, n in ((1, 6), (3, 7)):
+        assert isinstance(got[i], TeacherScoreError)
+        assert str(got[i]).startswith(f"teacher request score-0-7-{i}='{n} tokens': expected at most 5, ")
+        assert "Remedy: " in str(got[i])
+    assert [r.rid for batch in engine.batches for r in batch] == ["score-0-7-0", "score-0-7-2"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import yaml
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
+from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
 
 BASE: dict[str, Any] = {
     "name": "r",
@@ -117,6 +120,7 @@ def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
         assert (arm / "checkpoints" / "step-000004").is_dir()
         assert list((arm / "tb").iterdir())
     assert (uninterrupted / "report.html").stat().st_size > 1000
+    assert read_boundaries(uninterrupted / "boundaries.json").ids, "enough to recompute who wrote what"
     assert RunConfig.load(uninterrupted / "config.yaml").train.steps == 4
     run, control = rows(uninterrupted / "metrics.jsonl"), rows(uninterrupted / "control" / "metrics.jsonl")
     for row in run:
@@ -353,3 +357,11 @@ def test_resuming_with_other_settings_is_refused(trio, uninterrupted: Path) -> N
     tree["optimizer"] = {"lr": 0.5}
     with pytest.raises(RunDirError, match=r"optimizer\.lr"):
         train(RunConfig.from_mapping(tree), resume=True)
+
+
+def test_resuming_where_runs_would_end_elsewhere_is_refused(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    copy = Path(shutil.copytree(uninterrupted, tmp_path / "r"))
+    record = read_boundaries(copy / "boundaries.json")
+    write_boundaries(copy / "boundaries.json", dataclasses.replace(record, ids=record.ids - {min(record.ids)}))
+    with pytest.raises(RunDirError, match=r"boundaries of the run.*resume with the models"):
+        train(RunConfig.from_mapping(settings(trio, tmp_path)), resume=True)

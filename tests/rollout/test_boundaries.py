@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,10 +14,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slime_tandem.config import TandemConfig
-from slime_tandem.distill.token_bytes import build_token_bytes
-from slime_tandem.errors import ConfigError
-from slime_tandem.rollout.boundaries import boundary_ids, resolve_boundaries, stop_regex
+from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
+from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
+from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.rollout.boundaries import (
+    PUNCTUATION,
+    BoundaryRecord,
+    boundary_ids,
+    read_boundaries,
+    resolve_boundaries,
+    stop_regex,
+    write_boundaries,
+)
 
 TABLE = [b"a", b" b", b" ", b"\n", b"\n\n", b".\n\n", b"\n\nx", b"\n\n ", b"c d", b"", None, b" \n\n", b"\t"]
 SPECIAL = {11}
@@ -23,6 +33,42 @@ SPECIAL = {11}
 
 def test_word_boundaries_begin_with_a_space() -> None:
     assert boundary_ids("word", TABLE, SPECIAL) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [
+        (("newline",), {3, 4, 5, 6, 7}),  # anywhere in the token: the token that breaks the line ends the run
+        (("punctuation",), {13, 14, 15}),  # at its end, and whole
+        (("space", "newline"), {1, 2, 3, 4, 5, 6, 7}),
+        (("punctuation", "space", "newline"), {1, 2, 3, 4, 5, 6, 7, 13, 14, 15}),
+    ],
+)
+def test_word_boundaries_by_class(classes: tuple[BoundaryClass, ...], expected: set[int]) -> None:
+    table = [*TABLE, b"a.", "好。".encode(), b"?", b".a", "。".encode()[1:], b"\r"]
+    assert boundary_ids("word", table, SPECIAL, classes=classes) == expected
+    assert resolve_boundaries(TandemConfig(boundary_classes=classes), table, SPECIAL) == expected
+
+
+def test_every_mark_of_punctuation_counts() -> None:
+    marks = [m.encode() for m in PUNCTUATION]
+    assert set(".,;:!?。，；：！？") <= set(PUNCTUATION)
+    assert boundary_ids("word", marks, (), classes=("punctuation",)) == set(range(len(marks)))
+
+
+def test_classes_matter_to_word_alone() -> None:
+    for strategy in ("sentence", "bernoulli", "chunk", "alternating"):
+        plain = boundary_ids(strategy, TABLE, SPECIAL)  # type: ignore[arg-type]
+        assert boundary_ids(strategy, TABLE, SPECIAL, classes=("newline",)) == plain  # type: ignore[arg-type]
+        assert stop_regex(strategy, 2, classes=("newline",)) == stop_regex(strategy, 2)  # type: ignore[arg-type]
+
+
+def test_a_class_without_a_token_is_refused_by_name() -> None:
+    config = TandemConfig(boundary_classes=("space", "punctuation", "newline"))
+    with pytest.raises(
+        ConfigError, match=r"tandem\.boundary_classes=\['punctuation', 'newline'\]: expected classes of wh"
+    ):
+        resolve_boundaries(config, [b" a", b"b"], ())
 
 
 def test_sentence_boundaries_end_in_a_blank_line() -> None:
@@ -92,8 +138,93 @@ def test_the_pattern_is_found_just_when_so_many_runs_have_ended(strategy: str, m
     assert first == nth_mark_end(text, mark, runs)
 
 
-@pytest.mark.parametrize(("strategy", "word"), [("word", " a"), ("sentence", "\n\nab")])
-def test_a_long_chain_is_refused_without_backtracking(strategy: str, word: str) -> None:
-    """One boundary short of a match: a pattern with several ways to match would try 2^299 of them."""
-    code = f"import re; assert not re.search({stop_regex(strategy, 300)!r}, {word * 299!r})"  # type: ignore[arg-type]
+@given(
+    text=st.text(alphabet=" a\n.?。…-]^é\ufffd", max_size=30),
+    runs=st.integers(1, 6),
+    classes=st.sets(st.sampled_from(["space", "newline", "punctuation"]), min_size=1).map(tuple),
+)
+def test_the_pattern_of_classes_counts_their_marks(text: str, runs: int, classes: tuple[BoundaryClass, ...]) -> None:
+    marks = "".join({"space": " ", "newline": "\n", "punctuation": PUNCTUATION}[c] for c in classes)
+    pattern = stop_regex("word", runs, classes=classes)
+    assert pattern is not None
+    assert bool(re.search(pattern, text)) == (sum(c in marks for c in text) >= runs)
+
+
+EVERY = ("space", "newline", "punctuation")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "classes", "word"),
+    [("word", ("space",), " a"), ("word", EVERY, ".a"), ("word", EVERY, "\na"), ("sentence", ("space",), "\n\nab")],
+)
+def test_a_text_one_boundary_short_is_refused_in_linear_time(
+    strategy: Strategy, classes: tuple[BoundaryClass, ...], word: str
+) -> None:
+    """200,000 boundaries: a pattern that is tried again at each of them would take 2e10 steps, hours instead of moments."""
+    pattern = stop_regex(strategy, 200_000, classes=classes)
+    code = f"import re; assert not re.search({pattern!r}, {word!r} * 199_999)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- the record that a run keeps ----
+
+TOKENS = TokenBytes(tuple(TABLE), frozenset(SPECIAL), frozenset(SPECIAL))
+
+
+@pytest.mark.parametrize(
+    ("config", "source", "classes", "ids"),
+    [
+        (TandemConfig(), "bytes", ("space",), {1, 2}),
+        (TandemConfig(boundary_classes=("newline", "space")), "bytes", ("newline", "space"), {1, 2, 3, 4, 5, 6, 7}),
+        (TandemConfig(selection_strategy="sentence"), "bytes", (), {4, 5}),
+        (TandemConfig(boundary_token_ids=(0, 3, 11)), "config", (), {0, 3, 11}),
+        (TandemConfig(selection_strategy="chunk"), "none", (), set()),
+    ],
+)
+def test_the_record_says_what_was_resolved_and_how(
+    tmp_path: Path, config: TandemConfig, source: str, classes: tuple[str, ...], ids: set[int]
+) -> None:
+    record = BoundaryRecord.resolve(config, TOKENS)
+    assert (record.source, record.classes, record.ids) == (source, classes, ids)
+    assert (record.strategy, record.vocab_size) == (config.selection_strategy, 13)
+    assert record.fingerprint == TOKENS.fingerprint
+    path = tmp_path / "boundaries.json"
+    write_boundaries(path, record)
+    assert read_boundaries(path) == record
+    assert json.loads(path.read_text())["count"] == len(ids)
+
+
+@given(ids=st.frozensets(st.integers(0, 40)))
+def test_any_record_comes_back(ids: frozenset[int]) -> None:
+    record = BoundaryRecord("word", (), "config", 41, "0" * 64, ids)
+    assert BoundaryRecord.from_json(record.to_json()) == record
+
+
+def test_stretches_are_written_short() -> None:
+    record = BoundaryRecord("word", (), "config", 99, "0" * 64, frozenset({1, 2, 5, 6, 7, 8, 30}))
+    assert json.loads(record.to_json())["ids"] == [1, 2, [5, 8], 30]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": [1, 2, 3]}, {"ids": [2, 1]}, {"ids": [[1, 2, 3]], "count": 3}, {"ids": [1, 99]}, {"ids": ["1", 2]},
+        {"ids": 7}, {"ids": [[1]]}, {"count": 3}, {"strategy": "words"}, {"classes": ["tab"]}, {"source": "guess"},
+        {"fingerprint": "ab"}, {"vocab_size": 2}, {"vocab_size": None},
+    ],
+)  # fmt: skip
+def test_an_altered_record_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "boundaries.json"
+    tree = json.loads(BoundaryRecord.resolve(TandemConfig(), TOKENS).to_json())
+    path.write_text(json.dumps(tree | change))
+    with pytest.raises(DataError, match=re.escape(str(path))):
+        read_boundaries(path)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "null", "{}"])
+def test_no_record_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "boundaries.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=re.escape(str(path))):
+        read_boundaries(path)

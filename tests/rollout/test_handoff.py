@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tandem.config import Strategy, TandemConfig
+from slime_tandem.config import AuthorSchedule, Strategy, TandemConfig
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32, sampling_seed
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
@@ -23,6 +24,7 @@ rules = st.builds(
     max_gap_tokens=st.integers(1, 7),
     chunk_size=st.integers(1, 7),
     boundary=st.frozensets(st.integers(0, VOCAB - 1)),
+    schedule=st.sampled_from(get_args(AuthorSchedule)),
 )
 
 
@@ -101,6 +103,24 @@ def test_counting_strategies_alternate_senior_first(strategy: Strategy, expected
     assert rule.authorship(SampleKey(1, 2, 3), [0] * 8) == expected
 
 
+@given(rules, keys, tokens)
+def test_the_alternating_schedule_gives_the_pen_over_at_every_run(
+    rule: HandoffRule, key: SampleKey, ids: list[int]
+) -> None:
+    rule = replace(rule, schedule="alternate")
+    mask = rule.authorship(key, ids)
+    expected = [SENIOR if k % 2 == 0 else JUNIOR for k, run in enumerate(naive_runs(rule, ids)) for _ in run]
+    assert list(mask) == expected, "senior first, whatever prob_senior and the key say"
+    assert rule.runs_until_change(author_key(key), 0, 1) == 1
+
+
+def test_alternation_at_blank_lines() -> None:
+    blank = 9
+    rule = HandoffRule("sentence", 0.0, 2, 2, frozenset({blank}), schedule="alternate")
+    assert rule.authorship(SampleKey(1, 2, 3), [1, 2, 3, blank, 4, blank, blank, 5]) == (1, 1, 1, 1, 0, 0, 1, 0)
+    assert rule.run_cap is None, "a paragraph may be as long as it likes"
+
+
 def test_the_boundary_token_itself_belongs_to_the_run_that_it_ends() -> None:
     rule = HandoffRule("word", 0.5, 32, 16, frozenset({1}))
     key = next(k for k in (SampleKey(s, 0, 0) for s in range(100)) if rule.authorship(k, [1, 0]) == (1, 0))
@@ -148,10 +168,13 @@ def test_the_draws_are_frozen_for_good() -> None:
 
 
 def test_a_disabled_tandem_is_the_senior_alone() -> None:
-    rule = HandoffRule.from_config(TandemConfig(enabled=False, selection_strategy="alternating", prob_senior=0.0), {1})
+    off = TandemConfig(enabled=False, selection_strategy="alternating", prob_senior=0.0, author_schedule="alternate")
+    rule = HandoffRule.from_config(off, {1})
     assert set(rule.authorship(SampleKey(0, 0, 0), [1] * 40)) == {SENIOR}
 
 
 def test_from_config_takes_every_setting_over() -> None:
     config = TandemConfig(selection_strategy="chunk", prob_senior=0.3, max_gap_tokens=5, chunk_size=2)
     assert HandoffRule.from_config(config, [4, 4, 2]) == HandoffRule("chunk", 0.3, 5, 2, frozenset({2, 4}))
+    config = TandemConfig(selection_strategy="sentence", author_schedule="alternate")
+    assert HandoffRule.from_config(config, []).schedule == "alternate"

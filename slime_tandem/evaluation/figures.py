@@ -1,0 +1,179 @@
+"""The figures of an evaluation, from what was right and what was scored. Pure.
+
+Inputs are grouped by prompt: `chains` consecutive samples belong to one prompt. Names are those of the JSON output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from slime_tandem.config import KlEstimator
+from slime_tandem.evaluation.scoring import Reading
+from slime_tandem.evaluation.statistics import Estimate, Ratio, pass_at_k, pass_ks
+from slime_tandem.objective.kl import kl_estimate
+from slime_tandem.types import FloatArray, TandemSample
+
+Part = Literal["solo", "handoff", "drift", "legibility"]
+TITLES: dict[Part, str] = {
+    "solo": "solo",
+    "handoff": "handoff",
+    "drift": "drift from the junior",
+    "legibility": "legibility to the junior",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure: its name (`part/...`), a label for the eye, the unit, and its sums over prompts."""
+
+    name: str
+    label: str
+    unit: str
+    ratio: Ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A figure with its estimate, or (all None) why it is not defined."""
+
+    name: str
+    label: str
+    unit: str
+    estimate: Estimate
+
+    @property
+    def part(self) -> str:
+        """Which of the four parts it belongs to."""
+        return self.name.split("/", 1)[0]
+
+
+def undefined(part: Part, reason: str) -> list[Result]:
+    """The headline results of a part that could not be measured, with the reason."""
+    names = {
+        "solo": [("solo/pass@1", "pass@1", "fraction")],
+        "handoff": [("handoff/pass@1", "pass@1", "fraction"), ("handoff/retention@1", "retention of pass@1", "ratio")],
+        "drift": [(f"drift/{k}", f"KL(senior || junior), {k}", "nats/token") for k in ("k1", "k3")],
+        "legibility": [(f"legibility/nats_per_{u}", f"log-likelihood per {u}", f"nats/{u}") for u in ("token", "byte")],
+    }[part]
+    return [Result(n, label, unit, Estimate(None, None, None, reason)) for n, label, unit in names]
+
+
+def by_prompt(values: Sequence[float], chains: int) -> FloatArray:
+    """Sums over each prompt's samples, [N * chains] to [N].
+
+    >>> by_prompt([1, 0, 2, 3], chains=2).tolist()
+    [1.0, 5.0]
+    """
+    sums: FloatArray = np.asarray(values, np.float64).reshape(-1, chains).sum(axis=1)
+    return sums
+
+
+def solo_figures(samples: Sequence[TandemSample], correct: Sequence[bool], chains: int) -> list[Figure]:
+    """pass@k, response length and truncation of what the senior wrote alone."""
+    return _accuracy("solo", correct, chains) + _shape("solo", samples, chains)
+
+
+def handoff_figures(
+    samples: Sequence[TandemSample], correct: Sequence[bool], solo_correct: Sequence[bool], chains: int
+) -> list[Figure]:
+    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the pen changed hands."""
+    figures = _accuracy("handoff", correct, chains)
+    for k in pass_ks(chains):
+        both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)
+        figures += [
+            Figure(
+                f"handoff/retention@{k}", f"retention of pass@{k}", "ratio", Ratio(both, alone, "solo is never right")
+            ),
+            Figure(f"handoff/difference@{k}", f"pass@{k} minus solo", "fraction", Ratio(both - alone)),
+        ]
+    switches = [s.switches for s in samples]
+    tokens = by_prompt([len(s.response_ids) for s in samples], chains)
+    figures += [
+        Figure(
+            "handoff/chains_with_handoff",
+            "chains with a handoff",
+            "fraction",
+            Ratio(by_prompt([n > 0 for n in switches], chains) / chains),
+        ),
+        Figure("handoff/per_chain", "handoffs per chain", "handoffs", Ratio(by_prompt(switches, chains) / chains)),
+        Figure(
+            "handoff/senior_token_fraction",
+            "tokens by the senior",
+            "fraction",
+            Ratio(by_prompt([s.senior_tokens for s in samples], chains), tokens),
+        ),
+    ]
+    return figures + _shape("handoff", samples, chains)
+
+
+def drift_figures(senior: Sequence[FloatArray], junior: Sequence[FloatArray], per_prompt: int) -> list[Figure]:
+    """KL(senior || junior), mean over tokens, nats: k1 and k3 of both models' log-probs [R] at tokens the senior sampled.
+
+    Both are unbiased only if the tokens come from the senior's own full distribution at temperature 1.
+    """
+    tokens = by_prompt([len(a) for a in senior], per_prompt)
+    return [
+        Figure(
+            f"drift/{kind}",
+            f"KL(senior || junior), {kind}",
+            "nats/token",
+            Ratio(
+                by_prompt([_kl(a, b, kind) for a, b in zip(senior, junior, strict=True)], per_prompt),
+                tokens,
+                "no tokens",
+            ),
+        )
+        for kind in _KINDS
+    ]
+
+
+_KINDS: tuple[KlEstimator, ...] = ("k1", "k3")
+
+
+def legibility_figures(readings: Sequence[Reading], log_probs: Sequence[FloatArray], chains: int) -> list[Figure]:
+    """The reader's log-likelihood of the text, nats per token of its own and per byte of text; nearer to 0 is more legible.
+
+    Tokens without text (end of turn, special tokens) are conditioned on, not counted.
+    """
+    likelihood = by_prompt([float(v[r.is_text].sum()) for r, v in zip(readings, log_probs, strict=True)], chains)
+    counts: list[tuple[str, Callable[[Reading], int]]] = [
+        ("token", lambda r: int(r.is_text.sum())),
+        ("byte", lambda r: r.text_bytes),
+    ]
+    return [
+        Figure(
+            f"legibility/nats_per_{unit}",
+            f"log-likelihood per {unit}",
+            f"nats/{unit}",
+            Ratio(likelihood, by_prompt([count(r) for r in readings], chains), "no response holds text"),
+        )
+        for unit, count in counts
+    ]
+
+
+def _kl(senior: FloatArray, junior: FloatArray, kind: KlEstimator) -> float:
+    return float(kl_estimate(torch.from_numpy(senior), torch.from_numpy(junior), kind).sum())
+
+
+def _pass(correct: Sequence[bool], chains: int, k: int) -> FloatArray:
+    return pass_at_k(by_prompt(correct, chains).astype(np.int64), chains, k)
+
+
+def _accuracy(part: Part, correct: Sequence[bool], chains: int) -> list[Figure]:
+    return [
+        Figure(f"{part}/pass@{k}", f"pass@{k}", "fraction", Ratio(_pass(correct, chains, k))) for k in pass_ks(chains)
+    ]
+
+
+def _shape(part: Part, samples: Sequence[TandemSample], chains: int) -> list[Figure]:
+    lengths = by_prompt([len(s.response_ids) for s in samples], chains) / chains
+    cut = by_prompt([s.finish_reason == "length" for s in samples], chains) / chains
+    return [
+        Figure(f"{part}/response_tokens", "response length", "tokens", Ratio(lengths)),
+        Figure(f"{part}/truncated", "cut at the length cap", "fraction", Ratio(cut)),
+    ]

@@ -1,0 +1,197 @@
+"""Measures a senior at work: write alone and in turns, judge, let senior and junior score, and put the figures together.
+
+Four sets of requests: solo chains and handoff chains under the evaluation's own sampling, solo chains of the senior's full
+distribution at temperature 1 for the drift (a KL estimate from truncated samples is biased), and score requests. Solo and
+handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_tandem import __version__
+from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.errors import TokenizerMismatchError
+from slime_tandem.evaluation.figures import (
+    TITLES,
+    Figure,
+    Result,
+    drift_figures,
+    handoff_figures,
+    legibility_figures,
+    solo_figures,
+    undefined,
+)
+from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
+from slime_tandem.evaluation.statistics import LEVEL, Estimate, bootstrap
+from slime_tandem.local.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.local.tasks import TaskSet
+from slime_tandem.local.team import Role, Team
+from slime_tandem.local.tokenizer import require_same_tokenizer
+from slime_tandem.rollout.boundaries import boundary_ids
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.types import FloatArray, Prompt, TandemSample
+
+DRIFT_ROLLOUT_ID = EVAL_ROLLOUT_ID + 1
+"""Rollout id of the drift's responses: draws of their own."""
+
+_COMPARED = ("handoff/retention@", "handoff/difference@")
+NO_JUNIOR = "tandem.enabled is false, so no junior takes part"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All results in the order they are shown; `setup` says under what conditions; `notes` what the reader must know."""
+
+    setup: dict[str, Any]
+    results: tuple[Result, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON output: `setup`, `notes`, and per name value, low, high, unit, reason (null where there is none)."""
+        return {
+            "setup": self.setup,
+            "notes": list(self.notes),
+            "results": {
+                r.name: {
+                    "value": r.estimate.value,
+                    "low": r.estimate.low,
+                    "high": r.estimate.high,
+                    "unit": r.unit,
+                    "reason": r.estimate.reason,
+                }
+                for r in self.results
+            },
+        }
+
+
+def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
+    """Start the senior and the junior (no teacher), evaluate on the first `eval.prompts` held-out prompts, stop them.
+
+    `say` is told what goes on. Raises TandemError kinds.
+    """
+    tasks = TaskSet(config.tasks, config.seed)
+    prompts = tasks.heldout_prompts(config.eval.prompts)
+    config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
+    with Team(config, config.run_dir / "logs") as team:
+        return evaluate_senior(team, tasks, prompts, say)
+
+
+def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: Callable[[str], None]) -> Evaluation:
+    """The four parts for the senior's current weights; every random number follows from the config's seed."""
+    e = team.config.eval
+    sampling = SamplingConfig(
+        temperature=e.temperature,
+        top_p=e.top_p,
+        top_k=e.top_k,
+        max_new_tokens=team.config.sampling.max_new_tokens,
+        stop=team.config.sampling.stop,
+    )
+    figures: list[Figure] = []
+    missing: list[Result] = []
+    notes: list[str] = []
+
+    def write(rollout_id: int, n: int, how: SamplingConfig, rule: HandoffRule | None = None) -> list[TandemSample]:
+        written = with_revival(
+            team,
+            lambda: team.write(prompts, rollout_id, n, tandem=rule is not None, rule=rule, sampling=how),
+        )
+        return successful(written, "stop")
+
+    def judge(samples: Sequence[TandemSample]) -> list[bool]:
+        return [tasks.correct(s.prompt, s.text) for s in samples]
+
+    say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
+    solo = write(EVAL_ROLLOUT_ID, e.chains, sampling)
+    solo_correct = judge(solo)
+    figures += solo_figures(solo, solo_correct, e.chains)
+
+    if "junior" not in team.roles:
+        missing += undefined("handoff", NO_JUNIOR) + undefined("drift", NO_JUNIOR) + undefined("legibility", NO_JUNIOR)
+    else:
+        say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
+        rule = evaluation_rule(team.config, team.student.tokens)
+        handoff = write(EVAL_ROLLOUT_ID, e.chains, sampling, rule)
+        handed_over = handoff_figures(handoff, judge(handoff), solo_correct, e.chains)
+        if not any(s.switches for s in handoff):
+            notes.append(_no_handoff(rule))
+            # They would be a perfect 1 and 0, and mean nothing.
+            nothing = Estimate(None, None, None, "no handoff happened")
+            missing += [Result(f.name, f.label, f.unit, nothing) for f in handed_over if f.name.startswith(_COMPARED)]
+            handed_over = [f for f in handed_over if not f.name.startswith(_COMPARED)]
+        figures += handed_over
+
+        try:
+            require_same_tokenizer(team.student, team.tokenizers["junior"])
+            difference = None
+        except TokenizerMismatchError as error:
+            difference = f"senior and junior have different tokenizers: {error}"
+        if difference is None:
+            full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
+            say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
+            drawn = write(DRIFT_ROLLOUT_ID, e.drift_samples, full)
+            own = [own_reading(s, team.student.tokens) for s in drawn]
+            figures += drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples)
+            readings = [own_reading(s, team.student.tokens) for s in solo]
+        else:
+            missing += undefined("drift", difference)
+            junior = team.tokenizers["junior"]
+            readings = [foreign_reading(s, team.student.tokens, junior.render, junior.encode) for s in solo]
+        say("legibility: the junior reads the solo chains")
+        figures += legibility_figures(readings, _scores(team, "junior", readings), e.chains)
+
+    estimates = bootstrap({f.name: f.ratio for f in figures}, resamples=e.resamples, seed=team.config.seed)
+    results = [Result(f.name, f.label, f.unit, estimates[f.name]) for f in figures] + missing
+    order = list(TITLES)
+    return Evaluation(
+        setup={
+            "slime_tandem": __version__,
+            "models": {role: str(folder) for role, folder in team.folders.items()},
+            "prompts": len(prompts),
+            "chains": e.chains,
+            "sampling": sampling.model_dump(),
+            "handoff": {"strategy": e.handoff_strategy, "author_schedule": "alternate"},
+            "drift_samples": e.drift_samples,
+            "seed": team.config.seed,
+            "bootstrap": {"unit": "prompt", "resamples": e.resamples, "level": LEVEL, "interval": "percentile"},
+        },
+        results=tuple(sorted(results, key=lambda r: order.index(r.part))),  # type: ignore[arg-type]
+        notes=tuple(notes),
+    )
+
+
+def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:
+    """Authors alternate at the boundaries of `eval.handoff_strategy`, senior first.
+
+    The boundary ids are the strategy's own, or `tandem.boundary_token_ids` where the strategy is also the run's. There may be
+    none (a tokenizer without a token that ends in a blank line): then the senior writes all, and the notes say so.
+    """
+    tandem = config.tandem.model_copy(
+        update={"enabled": True, "selection_strategy": config.eval.handoff_strategy, "author_schedule": "alternate"}
+    )
+    if tandem.boundary_token_ids is not None and config.tandem.selection_strategy == tandem.selection_strategy:
+        return HandoffRule.from_config(tandem, tandem.boundary_token_ids)
+    ids = boundary_ids(tandem.selection_strategy, tokens.table, tokens.special, classes=tandem.boundary_classes)
+    return HandoffRule.from_config(tandem, ids)
+
+
+def _no_handoff(rule: HandoffRule) -> str:
+    why = f"no chain has a boundary of strategy {rule.strategy!r} before its end"
+    if rule.strategy in ("word", "sentence") and not rule.boundary:
+        why = f"the tokenizer has no token that is a boundary of strategy {rule.strategy!r}"
+    return (
+        f"No handoff happened: {why}. The senior wrote every chain alone, so this says nothing about handoff robustness. "
+        "Choose another place to hand over, e.g. --handoff-strategy word."
+    )
+
+
+def _scores(team: Team, role: Role, readings: Sequence[Reading]) -> list[FloatArray]:
+    async def score() -> list[FloatArray]:
+        # A kept prefix would change the last bits: the same command must give the same figures.
+        await team.clients[role].flush_cache()
+        return await log_probs_of(team.clients[role], readings, role=role, max_batch=team.config.engine.max_batch)
+
+    return with_revival(team, lambda: team.runner.run(score()))

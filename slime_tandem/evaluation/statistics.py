@@ -1,0 +1,122 @@
+"""pass@k, and intervals by a bootstrap over prompts. Pure numpy.
+
+Every figure of an evaluation is a ratio of two sums over prompts (a mean is one whose denominator counts the prompts).
+The prompts are what was sampled, so they are what is resampled: all responses of a prompt move together, and all figures
+share the same resamples. A figure that compares two conditions is therefore paired by prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_tandem.types import FloatArray, IntArray
+
+LEVEL = 0.95
+_COUNTS_AT_ONCE = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A figure as sums over prompts: `numerator` [N] over `denominator` [N] (None: the mean of the numerator).
+
+    `zero` says in words what a denominator of 0 means.
+    """
+
+    numerator: FloatArray
+    denominator: FloatArray | None = None
+    zero: str = "the denominator is 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure with its interval, both in the figure's unit. None: not defined, and `reason` says why."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    reason: str | None = None
+
+
+def pass_at_k(correct: IntArray, chains: int, k: int) -> FloatArray:
+    """Unbiased estimate of pass@k per prompt [N], of `correct` [N] right ones among `chains` independent responses.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1), exact in integers before the division.
+
+    >>> pass_at_k(np.array([0, 1, 2, 3, 4]), chains=4, k=2).round(4).tolist()
+    [0.0, 0.5, 0.8333, 1.0, 1.0]
+    """
+    assert 1 <= k <= chains, "pass@k needs at least k responses"
+    assert ((correct >= 0) & (correct <= chains)).all()
+    all_sets = math.comb(chains, k)
+    return np.array([(all_sets - math.comb(chains - c, k)) / all_sets for c in range(chains + 1)])[correct]
+
+
+def pass_ks(chains: int) -> tuple[int, ...]:
+    """The k that are reported: powers of two up to `chains`, and `chains` itself.
+
+    >>> pass_ks(8), pass_ks(6), pass_ks(1)
+    ((1, 2, 4, 8), (1, 2, 4, 6), (1,))
+    """
+    return tuple(sorted({2**i for i in range(chains.bit_length())} | {chains}))
+
+
+def bootstrap(ratios: Mapping[str, Ratio], *, resamples: int, seed: int) -> dict[str, Estimate]:
+    """Percentile intervals at level 0.95 of several figures over the same prompts, under the same resamples.
+
+    N prompts are drawn with replacement `resamples` times by a generator of `seed`. A resample whose denominator is 0
+    counts as outside the interval on both sides; where too many are, the interval is not defined.
+
+    >>> x = np.array([0.0, 1.0, 1.0, 1.0])
+    >>> e = bootstrap({"mean": Ratio(x), "same": Ratio(x, x)}, resamples=200, seed=0)
+    >>> e["mean"].value, e["same"]
+    (0.75, Estimate(value=1.0, low=1.0, high=1.0, reason=None))
+    """
+    columns = []
+    for r in ratios.values():
+        numerator = np.ascontiguousarray(r.numerator, np.float64)
+        denominator = np.ones_like(numerator) if r.denominator is None else r.denominator
+        columns += [numerator, np.ascontiguousarray(denominator, np.float64)]
+    means = _resampled_means(columns, resamples, seed)
+    return {name: _estimate(means[:, 2 * i], means[:, 2 * i + 1], r.zero) for i, (name, r) in enumerate(ratios.items())}
+
+
+def _resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -> FloatArray:
+    """Means [1 + B, M] of M columns [N] each: of the data itself, then of each resample."""
+    N = len(columns[0])
+    assert N > 0, "no prompts"
+    parts = [np.array([[c.mean() for c in columns]])]
+    rng = np.random.default_rng(seed)
+    block = max(1, _COUNTS_AT_ONCE // N)
+    for start in range(0, resamples, block):
+        rows = min(block, resamples - start)
+        drawn = rng.integers(N, size=(rows, N)) + np.arange(rows)[:, None] * N
+        counts = np.bincount(drawn.ravel(), minlength=rows * N).reshape(rows, N).astype(np.float64)
+        # Column by column: equal columns then have equal sums to the last bit, and so a ratio of exactly 1.
+        parts.append(np.stack([counts @ c / N for c in columns], axis=1))
+    means = np.concatenate(parts)
+    for i, c in enumerate(columns):
+        if (c == c[0]).all():
+            means[:, i] = c[0]  # whatever the rounding of the sums
+    return means
+
+
+def _estimate(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estimate:
+    """From the means [1 + B] of both; the first entry is the data."""
+    defined = denominator != 0.0
+    if not defined[0]:
+        return Estimate(None, None, None, zero)
+    values = np.divide(numerator, denominator, out=np.zeros_like(numerator), where=defined)
+    value, drawn, known = float(values[0]), values[1:], defined[1:]
+    tail = (1.0 - LEVEL) / 2.0
+    last = len(drawn) - 1
+    # Outward order statistics: with few resamples the interval is rather too wide than too narrow.
+    low = np.sort(np.where(known, drawn, -np.inf))[math.floor(tail * last)]
+    high = np.sort(np.where(known, drawn, np.inf))[math.ceil((1.0 - tail) * last)]
+    if not (np.isfinite(low) and np.isfinite(high)):
+        share = 1.0 - float(known.mean())
+        return Estimate(value, None, None, f"{zero} in {share:.1%} of the resamples")
+    return Estimate(value, float(low), float(high))
