@@ -420,8 +420,8 @@ class TandemWriter:
             raise EngineError(
                 explain(
                     f"senior input log-probs of {result.rid}",
-                    f"{len(result.input_log_probs)} values",
-                    f"one for each of the last {n} response tokens, with the ids that were sent",
+                    f"{len(result.input_log_probs)} values of ids {result.input_ids[-n:][:40]}",
+                    f"one for each of the last {n} response tokens, {self.response_ids[self._scored : stop][:40]}",
                     "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
                 )
             )
