@@ -72,7 +72,7 @@ class Soak:
             while True:
                 task = asyncio.ensure_future(write_one(writer, engines))
                 if rng.random() < self.args.aborts:
-                    await asyncio.sleep(rng.uniform(0.01, 0.5))
+                    await asyncio.sleep(rng.uniform(0.01, self.args.abort_after))
                     await client.abort(f"5-0-{i}-{writer._requests}")
                 sample = await task
                 if sample.finish_reason != "abort":
@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=40, help="longest prompt, tokens")
     parser.add_argument("--new", type=int, default=64, help="longest response, tokens")
     parser.add_argument("--aborts", type=float, default=0.2, help="share of requests that are aborted")
+    parser.add_argument("--abort-after", type=float, default=0.5, help="an abort comes within so many seconds")
     parser.add_argument("--disconnects", type=float, default=0.1, help="share that lose their connection first")
     parser.add_argument("--pool", type=int, default=1024, help="KV pool of the server started here, tokens")
     parser.add_argument("--log", type=Path, default=Path("fused_soak_server.log"))

@@ -342,7 +342,9 @@ class EngineClient:
         input_log_probs: tuple[float | None, ...] = ()
         first = request.logprob_start_len
         scored = request.return_logprob and first >= 0 and finish != "abort"
-        if request.handoff is not None:
+        if request.handoff is not None and request.max_new_tokens == 0:
+            pass  # scores only: there is nothing that anybody wrote
+        elif request.handoff is not None:
             authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
         elif request.return_logprob:
             entries = meta.get("output_token_logprobs") or []

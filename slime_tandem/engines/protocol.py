@@ -26,7 +26,7 @@ class Handoff:
     Run k is the senior's if `alternate` and k is even; else if the draw of (`akey`, k) is below `threshold`, in [0, 2^32]
     (`rollout.handoff.HandoffRule.author`). A run ends after a token of the boundary table with fingerprint `table`
     ("": none) or after `cap` tokens (None: no cap). At the end of the request's input the open run is `run` and holds
-    `run_length` tokens.
+    `run_length` tokens. `junior_scores`: the request's input log-probs are the junior's instead of the senior's.
     """
 
     akey: int
@@ -36,6 +36,7 @@ class Handoff:
     table: str
     run: int = 0
     run_length: int = 0
+    junior_scores: bool = False
 
 
 @lru_cache(maxsize=16)

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.config import RunConfig, SamplingConfig, Strategy
 from slime_tandem.distill.scoring import Teacher
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.engines.hf import check_model_folder, read_model_config
 from slime_tandem.engines.launch import ServerProcess
@@ -113,7 +114,7 @@ class Team:
                     self.folders["senior"],
                     self.folders["junior"],
                     log_file=self.log_dir / "fused.log",
-                    tables=self._tables(),
+                    tables=self._fused_tables(),
                     python=e.sglang_python,
                     host=e.host,
                     dtype=self.config.models.dtype,
@@ -142,10 +143,9 @@ class Team:
         for role, server in self.servers.items():
             server.wait_ready()
             urls[role] = server.url
+        if self.fused:
+            urls["junior"] = urls["senior"]
         for role in self.roles:
-            if self.fused and role == "junior":
-                self.clients[role] = self.clients["senior"]
-                continue
             client = self.runner.run(self._connections.enter_async_context(self._client(role, urls[role])))
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
@@ -162,17 +162,17 @@ class Team:
         context = read_model_config(self.folders[role]).get("max_position_embeddings")
         return context - 1 if isinstance(context, int) else None
 
-    def _tables(self) -> list[frozenset[int]]:
-        """The boundary tables that a fused engine is started with: the run's and the evaluation's, where they have one."""
-        t, tokens = self.config.tandem, self.student.tokens
-        evaluation = boundary_ids(
-            self.config.eval.handoff_strategy, tokens.table, tokens.special, classes=t.boundary_classes
-        )
-        return [ids for ids in dict.fromkeys((self.tandem_rule.boundary, evaluation)) if ids]
+    def _fused_tables(self) -> list[frozenset[int]]:
+        """The run's own boundary ids, and those of the strategies: evaluation hands over by another one than training."""
+        tokens, classes = self.student.tokens, self.config.tandem.boundary_classes
+        named: tuple[Strategy, ...] = ("word", "sentence")
+        sets = {boundary_ids(s, tokens.table, tokens.special, classes=classes) for s in named}
+        return [ids for ids in {self.tandem_rule.boundary, *sets} if ids]
 
     def _client(self, role: Role, url: str) -> EngineClient:
         e = self.config.engine
-        return EngineClient(
+        kind = FusedJunior if self.fused and role == "junior" else EngineClient
+        return kind(
             url,
             role=role,
             api_key=self._api_key(),
@@ -204,7 +204,7 @@ class Team:
     @property
     def retries(self) -> int:
         """HTTP requests repeated so far."""
-        return sum(client.retries for client in set(self.clients.values()))
+        return sum(client.retries for client in self.clients.values())
 
     def close(self) -> None:
         """Close the clients and stop the servers that this team started."""
@@ -289,7 +289,7 @@ class Team:
         )
 
     async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample | FailedSample]:
-        for client in set(self.clients.values()):
+        for client in self.clients.values():
             await client.flush_cache()
         clients = {SENIOR: self.clients["senior"]}
         if "junior" in self.clients:

@@ -30,8 +30,9 @@ _TOKENS_WITHOUT_STOP = 16
 def handoff_of(rule: HandoffRule, akey: int, run: int = 0, run_length: int = 0) -> Handoff:
     """The rule in the form in which a fused engine takes it, for a response whose open run is `run` with `run_length` tokens.
 
-    >>> handoff_of(HandoffRule("chunk", 0.5, 32, 16, frozenset({1})), akey=7)
-    Handoff(akey=7, threshold=2147483648, alternate=True, cap=16, table='', run=0, run_length=0)
+    >>> handoff = handoff_of(HandoffRule("chunk", 0.5, 32, 16, frozenset({1})), akey=7)
+    >>> handoff.alternate, handoff.cap, handoff.table
+    (True, 16, '')
     """
     return Handoff(
         akey=akey,
@@ -419,8 +420,8 @@ class TandemWriter:
             raise EngineError(
                 explain(
                     f"senior input log-probs of {result.rid}",
-                    f"{len(result.input_log_probs)} values",
-                    f"one for each of the last {n} response tokens, with the ids that were sent",
+                    f"{len(result.input_log_probs)} values of ids {result.input_ids[-n:][:40]}",
+                    f"one for each of the last {n} response tokens, {self.response_ids[self._scored : stop][:40]}",
                     "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
                 )
             )

@@ -46,13 +46,22 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "sglang.srt.layers.logits_processor",
         "LogitsMetadata",
-        ("next_token_logits_buffer", "extend_return_logprob"),
+        ("next_token_logits_buffer", "extend_return_logprob", "extend_logprob_pruned_lens_cpu"),
     ),
     ("sglang.srt.layers.logits_processor", "LogitsMetadata.from_forward_batch", ("forward_batch",)),
     (
         "sglang.srt.layers.logits_processor",
         "LogitsProcessorOutput",
-        ("next_token_logits", "next_token_logprobs", "customized_info"),
+        (
+            "next_token_logits",
+            "next_token_logprobs",
+            "customized_info",
+            "input_token_logprobs",
+            "input_top_logprobs_val",
+            "input_top_logprobs_idx",
+            "input_token_ids_logprobs_val",
+            "input_token_ids_logprobs_idx",
+        ),
     ),
     (
         "sglang.srt.layers.sampler",

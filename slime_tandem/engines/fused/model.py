@@ -81,7 +81,7 @@ class TandemModel:
     ) -> Any:
         """SGLang's forward of a causal LM; the next-token logits of each row are its author's.
 
-        Input log-probs are the senior's, whatever the row.
+        Input log-probs are the senior's, whatever the row, unless the request asked for the junior's.
         """
         assert input_embeds is None, "token ids only"
         assert not get_embedding, "a generating model"
@@ -94,9 +94,12 @@ class TandemModel:
         output = me.logits_processor(input_ids, senior_hidden, me.lm_head, batch)
         metadata = LogitsMetadata.from_forward_batch(batch)
         metadata.next_token_logits_buffer = None  # the shared buffer holds the senior's logits
-        metadata.extend_return_logprob = False
-        junior_logits = junior.logits_processor(input_ids, junior_hidden, junior.lm_head, metadata).next_token_logits
-        logits = output.next_token_logits
+        scored = self._authors.junior_scores if self._authors is not None and mode.is_extend() else []
+        metadata.extend_return_logprob = metadata.extend_return_logprob and any(scored)
+        junior_output = junior.logits_processor(input_ids, junior_hidden, junior.lm_head, metadata)
+        if metadata.extend_return_logprob:
+            _exchange_scores(output, junior_output, scored, metadata.extend_logprob_pruned_lens_cpu)
+        logits, junior_logits = output.next_token_logits, junior_output.next_token_logits
         if logits is None:
             return output
         codes, kept = self._outputs(codes, logits, batch) if mode.is_decode() else (codes, self._keep(logits))
@@ -176,6 +179,23 @@ class TandemModel:
         if self._junior_folder is not None and not seen:
             self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
         self._junior_folder = None
+
+
+def _exchange_scores(output: Any, junior_output: Any, scored: list[bool], lengths: list[int]) -> None:
+    """Put the junior's input log-probs into `output` for the requests `scored`; `lengths`: positions scored per request."""
+    by_token = torch.tensor([flag for flag, n in zip(scored, lengths, strict=True) for _ in range(n)])
+    ours, theirs = output.input_token_logprobs, junior_output.input_token_logprobs
+    output.input_token_logprobs = torch.where(by_token.to(ours.device), theirs, ours)
+    for name in (
+        "input_top_logprobs_val",
+        "input_top_logprobs_idx",
+        "input_token_ids_logprobs_val",
+        "input_token_ids_logprobs_idx",
+    ):
+        ours, theirs = getattr(output, name), getattr(junior_output, name)
+        if ours is not None:
+            chosen = [j if flag else s for flag, s, j in zip(scored, ours, theirs, strict=True)]
+            setattr(output, name, chosen)
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

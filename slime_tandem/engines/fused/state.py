@@ -35,6 +35,7 @@ class Authors:
     def __init__(self, tables: torch.Tensor, slots: int, locations: int) -> None:
         self.tables = tables
         self.device = tables.device
+        self.junior_scores: list[bool] = []
         self._host_tables = tables.cpu()
         self._rows = {table_fingerprint(frozenset(row.nonzero().flatten().tolist())): i for i, row in
                       reversed(list(enumerate(self._host_tables)))}  # fmt: skip
@@ -64,13 +65,15 @@ class Authors:
         """[B] int32 author codes after a prefill, in which request b came to hold `lengths[b]` tokens.
 
         `token` and `location` cover the tokens prefilled now; `slot_locations` is SGLang's table of KV locations by slot and
-        position.
+        position. `junior_scores` then says whose input log-probs are the junior's.
         """
+        self.junior_scores = []
         self._tokens[location] = token.to(torch.int32)
         rules, states = [], []
         for i, (rid, n) in enumerate(zip(rids, lengths, strict=True)):
             rule: tuple[int, ...] = _PLAIN
             run, start = 0, n
+            self.junior_scores.append(False)
             try:
                 parsed = wire.parse(rid or "")
                 if parsed is not None:
@@ -79,6 +82,7 @@ class Authors:
                     cap = h.cap or rule_tensors.NO_CAP
                     rule = (h.akey & 0xFFFFFFFF, h.akey >> 32, h.threshold, int(h.alternate), row, cap, 0)
                     run, start = h.run, input_length - h.run_length
+                    self.junior_scores[i] = h.junior_scores
                     if n > input_length:  # prefilled again: retracted, or a decode row of a mixed batch
                         where = slot_locations[slot[i], input_length:n].long()
                         run, length = rule_tensors.replay(

@@ -2,8 +2,8 @@
 
 SGLang gives a model the ids of the requests in a batch and nothing else of the user's (`ForwardBatch.rids`; `custom_params`
 arrive only with a logit processor). The suffix comes last, so that aborting by prefix, as SGLang does, still works:
-`<any id>~tandem1:<akey, 16 hex digits>:<threshold, hex>:<alternate, 0 or 1>:<cap, 0: none>:<table or ->:` and then
-`<run>:<run length>:<input length>`.
+`<any id>~tandem1:<akey, 16 hex digits>:<threshold, hex>:<flags: 1 alternate, 2 junior scores>:<cap, 0: none>:` and then
+`<table or ->:<run>:<run length>:<input length>`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REFUSED = -1
 """Author code of a request whose suffix the engine cannot follow: damaged, of another version, or an unknown table."""
 
 _FORM = re.compile(
-    r"1:([0-9a-f]{16}):([0-9a-f]{1,9}):([01]):([0-9]{1,10}):(-|[0-9a-f]{16}):([0-9]{1,10}):([0-9]{1,10}):([0-9]{1,10})"
+    r"1:([0-9a-f]{16}):([0-9a-f]{1,9}):([0-3]):([0-9]{1,10}):(-|[0-9a-f]{16}):([0-9]{1,10}):([0-9]{1,10}):([0-9]{1,10})"
 )
 
 
@@ -31,10 +31,9 @@ def suffix(handoff: Handoff, input_length: int) -> str:
     '~tandem1:00000000000000ff:80000000:0:32:-:2:1:7'
     """
     h = handoff
-    return (
-        f"{MARK}1:{h.akey:016x}:{h.threshold:x}:{int(h.alternate)}:{h.cap or 0}:{h.table or '-'}:{h.run}:{h.run_length}"
-        f":{input_length}"
-    )
+    flags = h.alternate + 2 * h.junior_scores
+    rule = f"{h.akey:016x}:{h.threshold:x}:{flags}:{h.cap or 0}:{h.table or '-'}"
+    return f"{MARK}1:{rule}:{h.run}:{h.run_length}:{input_length}"
 
 
 @lru_cache(maxsize=65536)
@@ -52,15 +51,16 @@ def parse(rid: str) -> tuple[Handoff, int] | None:
     match = _FORM.fullmatch(rest)
     if match is None:
         raise ValueError(f"{mark}{rest}: not the form of version 1")
-    akey, threshold, alternate, cap, table, run, run_length, input_length = match.groups()
+    akey, threshold, flags, cap, table, run, run_length, input_length = match.groups()
     handoff = Handoff(
         akey=int(akey, 16),
         threshold=int(threshold, 16),
-        alternate=alternate == "1",
+        alternate=bool(int(flags) & 1),
         cap=int(cap) or None,
         table="" if table == "-" else table,
         run=int(run),
         run_length=int(run_length),
+        junior_scores=bool(int(flags) & 2),
     )
     if handoff.threshold > 2**32 or handoff.run_length > int(input_length):
         raise ValueError(f"{mark}{rest}: a threshold above 2^32, or a run longer than its input")

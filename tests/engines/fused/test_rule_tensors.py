@@ -126,7 +126,9 @@ def test_plain_and_padding_rows_are_the_seniors_and_damaged_ones_are_refused() -
 @pytest.mark.parametrize("table", ["", "00ff00ff00ff00ff"])
 @pytest.mark.parametrize("cap", [None, 7])
 def test_the_wire_form_comes_back_whole(table: str, cap: int | None) -> None:
-    handoff = Handoff(akey=2**64 - 1, threshold=2**32, alternate=True, cap=cap, table=table, run=12, run_length=3)
+    handoff = Handoff(
+        akey=2**64 - 1, threshold=2**32, alternate=True, cap=cap, table=table, run=12, run_length=3, junior_scores=True
+    )
     assert wire.parse("some-id.0.0" + wire.suffix(handoff, 40)) == (handoff, 40)
 
 

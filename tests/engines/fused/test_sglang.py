@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.protocol import GenerateRequest
 from slime_tandem.errors import EngineRejectedError
 from slime_tandem.local.team import Team
@@ -307,6 +308,36 @@ def test_a_team_writes_through_one_engine(engine: Any, tokens: TokenBytes, table
     assert all(s.authorship_mask == team.tandem_rule.authorship(s.key, s.response_ids) for s in tandem)
     assert any(s.junior_tokens for s in tandem)
     assert not any(s.junior_tokens for s in solo)
+
+
+@only("engine", ["qwen3"], indirect=True)
+def test_the_junior_scores_where_it_is_asked(engine: Any, prompts: Prompts) -> None:
+    """Evaluation lets the junior read the senior's chains: its input log-probs, beside requests that want the senior's."""
+    texts = prompts(6, 150, 11)
+
+    async def ask(client: EngineClient) -> Any:
+        async with FusedJunior(engine.server.url) as junior:
+            requests = [
+                GenerateRequest(f"s{i}", t, 0, logprob_start_len=i, top_logprobs_num=2) for i, t in enumerate(texts)
+            ]
+            return await asyncio.gather(
+                *((junior if i % 2 else client).generate([r]) for i, r in enumerate(requests)),
+                junior.generate([GenerateRequest("w", texts[0], 9, logprob_start_len=0)]),
+            )
+
+    *scores, [written] = engine.run(ask)
+    for i, ([score], ids) in enumerate(zip(scores, texts, strict=True)):
+        model = engine.reference.junior if i % 2 else engine.reference.senior
+        rows = engine.reference.log_probs(model, ids)
+        own = [float(rows[k - 1, ids[k]]) for k in range(i + 1, len(ids))]
+        assert score.input_log_probs[1:] == pytest.approx(own, abs=1e-4)
+        for k, top in enumerate(score.input_top_logprobs[1:], start=i):
+            assert top is not None
+            assert [v for v, _ in top] == pytest.approx(rows[k].topk(2).values.tolist(), abs=1e-4)
+    assert set(written.authors) == {JUNIOR}
+    rows = engine.reference.log_probs(engine.reference.junior, texts[0])
+    own = [float(rows[k - 1, texts[0][k]]) for k in range(1, 150)]
+    assert written.input_log_probs[1:] == pytest.approx(own, abs=1e-4)
 
 
 def test_what_is_touched_inside_sglang_is_still_there(sglang_python: str) -> None:
