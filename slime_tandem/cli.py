@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import get_args
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from slime_tandem import __version__
-from slime_tandem.config import RunConfig, Strategy, fields_of
+from slime_tandem.config import RunConfig, Strategy, TaskSpec, choices_of, fields_of
 from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain, explain_os_error
+from slime_tandem.signals import terminate_as_interrupt
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -31,6 +33,12 @@ def _settings_help() -> str:
     lines = ["settings (YAML file and --set), with defaults:"]
     for name, default, text in fields_of():
         lines.append(f"  {name} = {_brief(default)}")
+        lines.append(f"      {text}")
+        if options := choices_of(name):
+            lines.append(f"      one of: {', '.join(options)}")
+    lines.append("each entry of `tasks`:")
+    for name, default, text in fields_of(TaskSpec, "tasks[]."):
+        lines.append(f"  {name} = {_brief(default)}" if default is not PydanticUndefined else f"  {name} (required)")
         lines.append(f"      {text}")
     return "\n".join(lines).replace("%", "%%")
 
@@ -323,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = build_parser().parse_args(argv)
             command = f"slime-tandem {args.command}"
-            code: int = args.action(args)
+            with terminate_as_interrupt():
+                code: int = args.action(args)
         finally:
             _flush()
         return code
@@ -336,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join((f"{command}: {message}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        hint = "; `--resume` goes on from the last checkpoint" if command.endswith(" train") else ""
+        hint = "; `--resume` goes on from the last checkpoint, if there is one" if command.endswith(" train") else ""
         print("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole

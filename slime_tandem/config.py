@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
@@ -482,6 +482,20 @@ def fields_of(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[
             yield from fields_of(annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", info.get_default(call_default_factory=True), info.description or ""
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The literal values that the setting with this dotted name takes; empty for any other kind of setting.
+
+    >>> choices_of("objective.scale_advantages"), choices_of("optimizer.lr")
+    (('none', 'std'), ())
+    """
+    model: Any = RunConfig
+    *parents, leaf = name.split(".")
+    for part in parents:
+        model = model.model_fields[part].annotation
+    annotation = model.model_fields[leaf].annotation
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
 
 
 def _problems(error: ValidationError) -> Iterator[str]:

@@ -208,6 +208,7 @@ class ServerProcess(ChildServer):
         super().__init__(
             model, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
         )
+        self._port_file: Path | None = None
         self._api_key = api_key
         self._options = [
             "--host", host, "--dtype", dtype, "--max-batch", str(max_batch), "--cache-tokens", str(cache_tokens),
@@ -237,10 +238,18 @@ class ServerProcess(ChildServer):
         try:
             super().wait_ready()
         finally:
+            assert self._port_file is not None
+            self._port_file.unlink(missing_ok=True)
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """As for every server, also of one that nobody waited for."""
+        super().stop(timeout_s)
+        if self._port_file is not None:
             self._port_file.unlink(missing_ok=True)
 
     def _find_port(self) -> bool:
         # Written once the child has the port.
+        assert self._port_file is not None
         text = self._port_file.read_text(encoding="utf-8").strip()
         if not text:
             return False

@@ -60,7 +60,12 @@ def require_readers() -> None:
     missing = [name for name in _READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
-            explain("missing packages", missing, "what reads GGUF files", "pip install 'slime-tandem[smollm2]'")
+            explain(
+                "missing packages",
+                missing,
+                "what reads GGUF files",
+                f"{sys.executable} -m pip install -c constraints.txt -e '.[smollm2]' (in the repository)",
+            )
         )
 
 

@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 
 from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, TandemError, explain
@@ -439,6 +439,13 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def _enum_member(cls: Any, name: Any) -> Any:
+    """`getattr` for members of the index's one Enum; anything else that a pickle might ask of it is refused."""
+    if cls is not _MEM_FORMAT_ENCODING or name not in cls.__members__:
+        raise pickle.UnpicklingError(f"builtins.getattr of {cls!r} and {name!r} has no place in a tensor index")
+    return cls[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Reads `.metadata`, an index of tensors, and nothing else."""
 
@@ -459,6 +466,8 @@ class _IndexUnpickler(pickle.Unpickler):
             "pathlib": ("PosixPath",),
             "pathlib._local": ("PosixPath",),  # its home in Python 3.13
         }
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # how Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since)
         if name not in allowed.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor index")
         return super().find_class(module, name)

@@ -33,6 +33,7 @@ from slime_tandem.report.html import write_report
 from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, transcript_of
 from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
+from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2
@@ -104,7 +105,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
     tasks = TaskSet(config.tasks, config.seed)
     held_out = tasks.heldout_prompts(config.eval.prompts)
-    with _terminate_as_interrupt():
+    with terminate_as_interrupt():
         try:
             team = Team(config, run_dir / "logs")
             architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
@@ -329,25 +330,3 @@ def _shielded() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if caught:
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that a scheduler's stop also leaves a checkpoint and no process.
-
-    SIGINT gets Python's own handler even where it was ignored: a shell that starts a job in the background without job
-    control ignores it, Python then installs none, and both signals would be lost.
-    """
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, handler),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -14,13 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, ModelError, TandemError
 from slime_tandem.local import megatron_cpu
 from slime_tandem.local import policy as policy_module
-from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.policy import MegatronPolicy, _IndexUnpickler
 
 V = 53
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -359,6 +361,27 @@ def test_checkpoint_without_optimizer_state(saved: tuple[MegatronPolicy, Path], 
     frozen = MegatronPolicy.from_hf(policy.source, None)
     frozen.save_checkpoint(tmp_path / "weights", {})
     refused(policy, tmp_path / "weights", "no optimizer state")
+
+
+class ByGetattr:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an Enum: by getattr."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.call = (getattr, (owner, name))
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return self.call
+
+
+def test_an_index_written_by_an_early_python_3_11_is_read_and_getattr_reaches_nothing_else() -> None:
+    def load(value: object) -> object:
+        return _IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    member = next(iter(_MEM_FORMAT_ENCODING))
+    assert load(ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match="getattr"):
+            load(ByGetattr(owner, name))
 
 
 class Evil:
