@@ -17,9 +17,12 @@ from slime_tandem.errors import EngineUnavailableError, PortInUseError, explain
 
 CPU_ARGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32",
-    "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--max-total-tokens", "4096",
+    "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--max-total-tokens", "4096", "--sleep-on-idle",
 )  # fmt: skip
-"""Flags for a CPU without AMX and without the `sgl_kernel` package: no kernel of it is called with these."""
+"""Flags for a CPU without AMX and without the `sgl_kernel` package: no kernel of it is called with these.
+
+Without `--sleep-on-idle` a scheduler that has nothing to do takes a whole core.
+"""
 
 _PORTS = range(20_000, 50_000)
 

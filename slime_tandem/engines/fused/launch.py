@@ -157,7 +157,14 @@ def default_flags(*, cuda: bool) -> dict[str, str | None]:
     flags: dict[str, str | None] = {"--sampling-backend": "pytorch", "--grammar-backend": "none"}
     if cuda:
         return {**flags, "--attention-backend": "triton"}
-    return {**flags, "--device": "cpu", "--attention-backend": "torch_native", "--disable-cuda-graph": None}
+    # An idle scheduler would take a whole core, and the cores are shared.
+    cpu = {
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--disable-cuda-graph": None,
+        "--sleep-on-idle": None,
+    }
+    return {**flags, **cpu}
 
 
 class FusedServer(ChildServer):
