@@ -18,7 +18,7 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 TOLERANCE = 1e-4
 CAP, SAMPLES = 40, 8
@@ -51,7 +51,9 @@ def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]
                 await client.flush_cache()
             return await work({SENIOR: senior, JUNIOR: junior})
 
-    return asyncio.run(main())
+    samples = asyncio.run(main())
+    assert [s.reason for s in samples if isinstance(s, FailedSample)] == []
+    return samples
 
 
 @pytest.mark.parametrize("strategy", get_args(Strategy))
