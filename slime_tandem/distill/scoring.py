@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from slime_tandem.distill.alignment import align_strict, readable_text
 from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.errors import TeacherScoreError, explain
 from slime_tandem.types import AlignedScores, Message, TandemSample
 
@@ -99,7 +99,7 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
     if n == 0:
         return []
     values, ids = result.input_log_probs[-n:], result.input_ids[-n:]
-    if len(values) < n or list(ids) != list(response):
+    if len(values) < n or not same_ids(ids, response):
         raise TeacherScoreError(
             explain(
                 f"{role} answer {result.rid}",

@@ -1,7 +1,8 @@
 """The async HTTP client for SGLang's native API: our embedded server and real SGLang alike.
 
-Disconnects, time-outs and 5xx answers are retried with exponential back-off; that is safe because draws depend on the
-sampling seed and the position only, so a repeated request gives the same tokens. A repeat has a name of its own on the
+Disconnects, time-outs and 5xx answers are retried with exponential back-off; that is safe because one answer alone is used, and
+because draws depend on the sampling seed and the position only, where the engine honours seeds (real SGLang: with
+`--enable-deterministic-inference`, docs/sglang.md). A repeat has a name of its own on the
 wire, and one that timed out is aborted first: SGLang refuses a name that is still at work. 4xx answers are raised at
 once. Every answer is checked before it is handed on: a missing, misplaced or non-finite log-prob is asked for again, then
 an error, never a guess.

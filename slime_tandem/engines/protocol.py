@@ -133,6 +133,22 @@ class GenerateResult:
     senior_log_probs: tuple[float, ...] = ()
 
 
+def same_ids(reported: Sequence[int], sent: Sequence[int]) -> bool:
+    """Whether an answer's input ids are those that were sent; 0 in place of the highest id counts as the same.
+
+    SGLang reports the last id of the vocabulary as 0 (0.5.15.post1,
+    managers/scheduler_components/logprob_result_processor.py:53, an off-by-one in the clipping of image placeholders);
+    its log-prob is right.
+
+    >>> same_ids([5, 0, 7], [5, 9, 7]), same_ids([5, 0, 7], [5, 6, 7]), same_ids([5], [5, 9])
+    (True, False, False)
+    """
+    if len(reported) != len(sent):
+        return False
+    highest = max(sent, default=0)
+    return all(a == b or (a == 0 and b == highest) for a, b in zip(reported, sent, strict=True))
+
+
 class Engine(Protocol):
     """What rollout and scoring need of an engine; `engines.client.EngineClient` is the HTTP one."""
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from slime_tandem.config import BoundaryClass, SamplingConfig
 from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff, table_fingerprint
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff, same_ids, table_fingerprint
 from slime_tandem.errors import DataError, EngineError, explain
 from slime_tandem.rollout.boundaries import stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key, sampling_seed
@@ -416,7 +416,7 @@ class TandemWriter:
         """Fill the senior's log-probs of response tokens `_scored .. stop` from the input log-probs of an answer."""
         n = stop - self._scored
         values = result.input_log_probs[-n:]
-        if list(result.input_ids[-n:]) != self.response_ids[self._scored : stop]:
+        if not same_ids(result.input_ids[-n:], self.response_ids[self._scored : stop]):
             raise EngineError(
                 explain(
                     f"senior input log-probs of {result.rid}",
