@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_models import QWEN3, SIZES, make_folder
+
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import environment, override_args, write_tables
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
@@ -35,33 +36,9 @@ from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.tandem import handoff_of
 from slime_tandem.types import SampleKey
 
-SIZES = {
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16},
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8},
-}
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "bos_token_id": 151643,
-    "eos_token_id": 151645, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
-    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "rope_scaling": None, "sliding_window": None,
-    "use_sliding_window": False,
-}  # fmt: skip
 PROMPT_IDS = 150000
 """Prompts are drawn from the ids below: ordinary tokens of any Qwen vocabulary."""
 CAP = 32
-
-
-def make_folder(folder: Path, size: str, tokenizer: Path) -> dict[str, Any]:
-    """A model folder without weights; returns its config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in tokenizer.iterdir():
-        if file.is_file() and not file.name.endswith((".safetensors", ".bin")) and file.name != "config.json":
-            shutil.copy(file, folder / file.name)
-    config = {**QWEN3, **SIZES[size], "max_window_layers": SIZES[size]["num_hidden_layers"]}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return config
 
 
 def table() -> frozenset[int]:

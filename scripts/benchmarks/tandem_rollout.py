@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_models import SIZES, make_folder, tiny_pair
+
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
@@ -41,19 +43,6 @@ from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
-
-SIZES = {
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
-}
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "bos_token_id": 151643,
-    "eos_token_id": 151645, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
-    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "rope_scaling": None, "sliding_window": None,
-    "use_sliding_window": False,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,17 +243,6 @@ def sglang_pair(args: argparse.Namespace, extra: str, folder: Path) -> Iterator[
                 process.wait()
 
 
-def make_folder(size: str, tokenizer: Path, folder: Path) -> Path:
-    """A model folder without weights: dimensions of a published model and a real tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**QWEN3, **SIZES[size]}
-    config["max_window_layers"] = config["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((tokenizer / name).read_bytes())
-    return folder
-
-
 def table(rows: list[dict[str, Any]]) -> None:
     """Ratios first."""
     print("\nserver | variant | conc | x solo | tok/s | ms/call | rounds | req/token | dropped/token | bytes/token")
@@ -283,7 +261,8 @@ def gpu(args: argparse.Namespace) -> None:
         if args.senior_url:
             asyncio.run(measure(args, (args.senior_url, args.junior_url), "running", rows))
         else:
-            folder = make_folder(args.size, Path(args.tokenizer), Path(tempfile.mkdtemp()) / "model")
+            folder = Path(tempfile.mkdtemp()) / "model"
+            make_folder(folder, args.size, Path(args.tokenizer))
             for extra in args.server:
                 with sglang_pair(args, extra, folder) as urls:
                     asyncio.run(measure(args, urls, extra, rows))
@@ -295,32 +274,12 @@ def gpu(args: argparse.Namespace) -> None:
 
 def traffic(args: argparse.Namespace) -> None:
     """Bytes sent per response length, whole contexts against sessions; two embedded servers with tiny random models."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-
     from slime_tandem.engines.launch import ServerProcess
     from slime_tandem.local.tokenizer import ModelTokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
     root = Path(tempfile.mkdtemp())
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    words = ["the cat sat on a mat and then it ran to the old barn where nobody knew its name"] * 3
-    backend.train_from_iterator(words, trainers.BpeTrainer(
-        vocab_size=330, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for seed, role in enumerate(("senior", "junior")):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=32768, eos_token_id=None, bos_token_id=None,
-        )  # fmt: skip
-        AutoModelForCausalLM.from_config(config).save_pretrained(root / role)
-        tokenizer.save_pretrained(root / role)
+    tiny_pair(root, context=32768, eos=False)
     tokens = ModelTokenizer.load(root / "senior").tokens
     tokens = dataclasses.replace(tokens, eos_ids=frozenset())  # nobody ends: lengths are exact
     rule = HandoffRule("word", 0.5, 32, 16, boundary_ids("word", tokens.table, tokens.special))

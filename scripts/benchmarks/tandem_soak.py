@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from bench_models import tiny_pair
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
@@ -236,37 +237,6 @@ async def soak(args: argparse.Namespace, servers: list[ServerProcess], folder: P
     }
 
 
-def make_models(root: Path) -> Path:
-    """Two tiny random models that share a byte-level tokenizer; the folder of the senior."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(
-        ["the cat sat on a mat and then it ran to the old barn\n\nwhere nobody knew"] * 3, trainer
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for seed, role in enumerate(("senior", "junior")):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
-        )  # fmt: skip
-        AutoModelForCausalLM.from_config(config).save_pretrained(root / role)
-        tokenizer.save_pretrained(root / role)
-    return root / "senior"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10_000, help="tandem responses")
@@ -279,7 +249,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tandem-soak-"))
-    folder = make_models(root)
+    folder = tiny_pair(root, context=512, eos=True)
     options: dict[str, Any] = {"max_batch": 64, "cache_tokens": 16384}
     with (
         ServerProcess(root / "senior", log_file=root / "s.log", **options) as s,

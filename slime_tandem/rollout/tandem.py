@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from slime_tandem.config import BoundaryClass, SamplingConfig
 from slime_tandem.distill.token_bytes import TokenBytes
@@ -43,6 +43,18 @@ def handoff_of(rule: HandoffRule, akey: int, run: int = 0, run_length: int = 0) 
         run=run,
         run_length=run_length,
     )
+
+
+class WriterOptions(TypedDict, total=False):
+    """The optional arguments of `TandemWriter`, which explains them."""
+
+    custom_boundary: bool
+    boundary_classes: tuple[BoundaryClass, ...]
+    score_junior: bool
+    junior_text: JuniorText | None
+    refuse_fallback: bool
+    tokens_per_request: int | None
+    fused: bool
 
 
 class TandemWriter:
@@ -129,25 +141,15 @@ class TandemWriter:
         rule: HandoffRule,
         sampling: SamplingConfig,
         tokens: TokenBytes,
-        *,
-        custom_boundary: bool = False,
-        boundary_classes: tuple[BoundaryClass, ...] = ("space",),
-        score_junior: bool = False,
-        junior_text: JuniorText | None = None,
-        refuse_fallback: bool = False,
-        tokens_per_request: int | None = None,
-        fused: bool = False,
+        **options: Unpack[WriterOptions],
     ) -> Self:
-        """Go on with an aborted sample: the same authors follow, the length cap counts what is there.
+        """Go on with an aborted sample: the same authors follow, the length cap counts what is there. `options` as for a
+        new one.
 
         The senior's log-probs of what is there are asked for again, under the weights served now. Raises DataError for a
         sample that was finished, or whose authorship is not the one of this rule (it was written under other settings).
         """
-        writer = cls(
-            sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens,
-            custom_boundary=custom_boundary, boundary_classes=boundary_classes, score_junior=score_junior,
-            junior_text=junior_text, refuse_fallback=refuse_fallback, tokens_per_request=tokens_per_request, fused=fused,
-        )  # fmt: skip
+        writer = cls(sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens, **options)
         if sample.finish_reason != "abort":
             raise DataError(
                 explain(
