@@ -554,7 +554,7 @@ def test_scores_that_are_missing_or_of_other_tokens_are_an_error() -> None:
 
     cases: list[tuple[Callable[[GenerateResult], GenerateResult], str]] = [
         (lambda r: dataclasses.replace(r, input_log_probs=(), input_ids=()), "0 values"),
-        (lambda r: dataclasses.replace(r, input_ids=(5,) * len(r.input_ids)), "with the ids that were sent"),
+        (lambda r: dataclasses.replace(r, input_ids=(5,) * len(r.input_ids)), "one for each of the last"),
         (lambda r: dataclasses.replace(r, input_log_probs=(float("nan"),) * len(r.input_ids)), "'?nan'?: expected"),
     ]
     for change, what in cases:
