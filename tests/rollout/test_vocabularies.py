@@ -18,6 +18,7 @@ from slime_tandem.distill.token_bytes import encode_exact
 from slime_tandem.errors import ConfigError
 from slime_tandem.rollout.boundaries import PUNCTUATION, BoundaryRecord, boundary_ids, resolve_boundaries, stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key
+from slime_tandem.rollout.spelling import JuniorText, Speller
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
 STRATEGIES = get_args(Strategy)
@@ -306,3 +307,37 @@ def test_a_missing_vocabulary_names_the_command_that_fetches_it(
     monkeypatch.setenv("SLIME_TANDEM_VOCABULARIES", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=re.escape(FETCH)):
         load.__wrapped__("qwen")
+
+
+@cache
+def speller_of(name: str) -> Speller:
+    vocabulary = load(name)
+    tokens = vocabulary.tokens
+    return Speller(
+        tokens, lambda text: encode_exact(tokens, vocabulary.encode, text), min(tokens.eos_ids or tokens.special)
+    )
+
+
+PAIRS = [("qwen", "llama3"), ("llama3", "qwen"), ("qwen", "gemma3"), ("mistral-v3", "o200k"), ("gpt2", "mistral-v1"),
+         ("deepseek", "smollm2"), ("smollm2", "tekken")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("junior", "senior"), PAIRS)
+@few
+@given(data=st.data())
+def test_a_juniors_text_is_spelt_exactly_in_the_seniors_vocabulary_or_not_at_all(
+    hard_ids: HardIds, junior: str, senior: str, data: st.DataObject
+) -> None:
+    """Also broken UTF-8 and segmentations that no encoder would give; what the senior has no bytes for is never
+    approximated."""
+    mine, theirs = speller_of(junior), speller_of(senior)
+    ids = [i for i in data.draw(hard_ids(load(junior))) if mine.tokens.of(i) is not None]
+    found = JuniorText(mine, theirs, (0,)).translate(ids, [-0.5] * len(ids))
+    written = mine.tokens.join(ids)
+    if found.complete:
+        assert theirs.tokens.join(found.ids) == written
+        assert all(theirs.tokens.of(i) is not None for i in found.ids)
+        assert sum(found.log_probs) == pytest.approx(-0.5 * len(ids) if found.ids else 0.0)
+    else:
+        assert found.ids == ()
+        assert set(written) & set(theirs.tokens.missing_bytes), "only a byte without an id stands in the way"
