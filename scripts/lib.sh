@@ -42,8 +42,8 @@ setup_venv() {
   echo "setting up $VENV (once; downloads about 0.4 GB)"
   [[ -x "$VENV/bin/python" ]] || run "$python" -m venv "$VENV"
   # torch first and alone: the other packages then find it and do not choose another build.
-  run "$VENV/bin/python" -m pip install --quiet "$torch"
-  run "$VENV/bin/python" -m pip install --quiet --constraint "$REPO/constraints.txt" --editable "$spec"
+  run "$VENV/bin/python" -m pip install --quiet --no-compile "$torch"
+  run "$VENV/bin/python" -m pip install --quiet --no-compile --constraint "$REPO/constraints.txt" --editable "$spec"
   if [[ "${DRY_RUN:-0}" != 1 ]]; then
     { echo "$want"; { [[ -f "$stamp" ]] && tail -n +2 "$stamp"; printf '%s\n' "$@"; } | sort -u; } > "$stamp.new"
     mv "$stamp.new" "$stamp"

@@ -16,7 +16,7 @@ NEEDS=(
 )
 
 pip_install() {
-  run "$SGLANG_VENV/bin/python" -m pip install --quiet --constraint "$CONSTRAINTS" "$@" >&2
+  run "$SGLANG_VENV/bin/python" -m pip install --quiet --no-compile --constraint "$CONSTRAINTS" "$@" >&2
 }
 
 # The stand-in for the GPU kernels: every name can be imported, none can be called.
