@@ -152,7 +152,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
             "models": {role: str(folder) for role, folder in team.folders.items()},
             "prompts": len(prompts),
             "chains": e.chains,
-            "sampling": sampling.model_dump(),
+            "sampling": sampling.model_dump(exclude={"on_failed_sample"}),
             "handoff": {"strategy": e.handoff_strategy, "author_schedule": "alternate"},
             "drift_samples": e.drift_samples,
             "seed": team.config.seed,

@@ -226,7 +226,7 @@ def test_sessions_append_cut_and_close(server: ServerProcess) -> None:
         context = first + list(a.output_ids)
 
         async def turn(rid: str, new: list[int], want_ids: list[int], **params: Any) -> GenerateResult:
-            asked = {"id": name, "rid": "t1", **params}
+            asked = {"id": name, "rid": a.served_rid, **params}
             [got, want] = [
                 (await client.generate([r]))[0]
                 for r in (
@@ -239,21 +239,25 @@ def test_sessions_append_cut_and_close(server: ServerProcess) -> None:
             assert same(got, want)
             return got
 
-        await turn("t2", [21, 22], [*context, 21, 22])
+        t2 = await turn("t2", [21, 22], [*context, 21, 22])
         await turn("t3", [21, 22], [*context[:6], 21, 22], offset=6)
         await turn("t4", [BOS, 21], [*context, 21])
         await turn("t5", [21, 22], [*first, 21, 22], drop_previous_output=True)
-        await turn("t6", [21], [*context, 21], replace=True)
+        t6 = await turn("t6", [21], [*context, 21], replace=True)
         both = await client.generate(
-            [request(rid, [33], 3, session_params={"id": name, "rid": rid[0:2]}) for rid in ("t1-x", "t6-y")]
+            [
+                request(f"after-{i}", [33], 3, session_params={"id": name, "rid": r.served_rid})
+                for i, r in enumerate((a, t6))
+            ]
         )
         assert [r.prompt_tokens for r in both] == [len(context) + 1, len(context) + 1 + 4 + 1]
-        for bad in ({"rid": "t2"}, {"rid": "never"}, {"rid": "t1", "offset": 99}, {"rid": "t1", "offset": -1}):
+        own = a.served_rid
+        for bad in ({"rid": t2.served_rid}, {"rid": "never"}, {"rid": own, "offset": 99}, {"rid": own, "offset": -1}):
             with pytest.raises(EngineRejectedError, match="session_params"):
                 await client.generate([request("bad", [5], 1, session_params={"id": name, **bad})])
         await client.close_session(name)
         with pytest.raises(EngineRejectedError, match=r"session_params\.id"):
-            await client.generate([request("late", [5], 1, session_params={"id": name, "rid": "t1"})])
+            await client.generate([request("late", [5], 1, session_params={"id": name, "rid": own})])
         await client.close_session(name)
 
     with_client(server, talk)

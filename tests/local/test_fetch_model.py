@@ -44,7 +44,7 @@ def test_quantisation_marks_are_dropped() -> None:
 
 def test_missing_readers_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_model, "_READERS", ("json", "no_such_package_a", "no_such_package_b"))
-    with pytest.raises(ModelError, match=r"no_such_package_a.*no_such_package_b.*slime-tandem\[smollm2\]"):
+    with pytest.raises(ModelError, match=r"no_such_package_a.*no_such_package_b.*pip install .*\[smollm2\]"):
         fetch_smollm2(tmp_path / "model")
 
 
