@@ -393,7 +393,7 @@ def test_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["trian"], ["train", "--bogus"], ["serve"], ["serve", "m", "--port", "x"], ["config"],
+    "argv", [[], ["trian"], ["train", "--bogus"], ["serve", "m", "--port", "x"], ["config"],
              ["train", "--resume", "--overwrite"]]
 )  # fmt: skip
 def test_bad_flags_end_with_usage_and_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
@@ -401,6 +401,11 @@ def test_bad_flags_end_with_usage_and_2(capsys: pytest.CaptureFixture[str], argv
         cli.main(argv)
     assert caught.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_serve_without_a_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve"]) == 2
+    assert "MODEL=None: expected one model folder. Remedy: name it, or use --fused" in capsys.readouterr().err
 
 
 def test_config_prints_the_resolved_tree(
