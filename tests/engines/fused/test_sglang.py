@@ -165,8 +165,8 @@ def test_forced_retractions_lose_and_change_nothing(
             assert len(sample.response_ids) == 100
         if retractions(engine.log()) > before:
             return
-    # After each retraction SGLang admits less at once (new_token_ratio), and the tests before this one caused some already; what
-    # they wrote was checked in the same way.
+    # After each retraction SGLang admits less at once (new_token_ratio), and the tests before this one caused some
+    # already; what they wrote was checked in the same way.
     assert before > 0
 
 
