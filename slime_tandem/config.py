@@ -414,7 +414,11 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved tree as YAML; `load` of it gives an equal config."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+        tree = self.model_dump()
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        if set(text) & set("\x85\u2028\u2029"):  # PyYAML writes these line breaks as they are and reads them as spaces
+            text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False)
+        return text
 
 
 class _Loader(yaml.SafeLoader):

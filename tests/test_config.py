@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -430,6 +430,7 @@ trees = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=80)
+@example(tree={"tasks": [{"family": "\x85", "config": {}}]})
 @given(tree=trees)
 def test_the_written_tree_loads_as_the_same_tree(
     tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]
