@@ -23,6 +23,7 @@ import logging
 import math
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -153,6 +154,19 @@ class TaskSet:
         )
 
 
+def _reasoning_gym() -> Any:
+    """The package, imported without what the compiler says of its dependencies' sources.
+
+    `cellpylib`, which it imports, compares with a literal by `is`; whoever compiles it first (we, when the installer did not)
+    would print that SyntaxWarning, or fail by it under `-W error`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        import reasoning_gym.factory
+    return reasoning_gym
+
+
 class _ReasoningGym:
     """A procedural data set; its items are made in small blocks, each from a seed that is a hash of (key, block)."""
 
@@ -179,24 +193,21 @@ class _ReasoningGym:
         return _make_prompt(self._spec.family, messages, label, {"spec": self._index, "entry": entry})
 
     def _build(self, seed: int, size: int) -> Any:
-        import reasoning_gym
-
-        return reasoning_gym.create_dataset(self._spec.family, seed=seed, size=size, **self._spec.config)
+        return _reasoning_gym().create_dataset(self._spec.family, seed=seed, size=size, **self._spec.config)
 
     def _check(self) -> None:
-        from reasoning_gym.factory import DATASETS
-
+        families = _reasoning_gym().factory.DATASETS
         where, family = f"tasks.{self._index}", self._spec.family
-        if family not in DATASETS:
+        if family not in families:
             raise ConfigError(
                 explain(
                     f"{where}.family",
                     family,
                     "`jsonl` or a reasoning-gym data set",
-                    _hint(family, [*DATASETS, "jsonl"]),
+                    _hint(family, [*families, "jsonl"]),
                 )
             )
-        known = [f.name for f in dataclasses.fields(DATASETS[family][1]) if f.name not in ("seed", "size")]
+        known = [f.name for f in dataclasses.fields(families[family][1]) if f.name not in ("seed", "size")]
         for name, value in self._spec.config.items():
             if name in ("seed", "size"):
                 raise ConfigError(
