@@ -21,6 +21,10 @@ Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
 BoundaryClass = Literal["space", "newline", "punctuation"]
 AuthorSchedule = Literal["draw", "alternate"]
 KlEstimator = Literal["k1", "k2", "k3"]
+OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
+AlignmentPolicy = Literal["strict", "even", "proportional", "chain_rule"]
+Thinking = Literal["keep", "text", "drop"]
+Support = Literal["teacher", "student", "union"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -35,6 +39,17 @@ class Section(BaseModel):
         if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("another type than true or false")
         return value
+
+
+def _http_url(value: str | None) -> str | None:
+    try:
+        parts = urlsplit(value or "http://none")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a broken IPv6 address, a port that is no number
+        good = False
+    if value == "" or not good:
+        raise ValueError("null or a URL such as http://127.0.0.1:30000")
+    return value
 
 
 class ModelsConfig(Section):
@@ -140,6 +155,33 @@ class SamplingConfig(Section):
     )
 
 
+class TeacherSpec(Section):
+    """One of several teachers."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name; a prompt's `metadata.teacher` may choose it"
+    )
+    model: str = Field(description="local Hugging Face folder, or builtin:<name>, any tokenizer")
+    url: str | None = Field(None, description="use this running server (SGLang or `slime-tandem serve`)")
+    tasks: tuple[str, ...] | None = Field(
+        None, min_length=1, description="task tags that it scores; null: every task that no other teacher names"
+    )
+    weight: float = Field(1.0, gt=0.0, description="among several teachers of one sample: weight of its log-probs")
+    thinking: Thinking = Field(
+        "keep",
+        description="how it meets the student's thinking: keep (between its own markers), text (the markers as text), "
+        "drop (not at all, those tokens carry no signal)",
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to its chat template, e.g. {enable_thinking: false}"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_http_url(cls, value: str | None) -> str | None:
+        return _http_url(value)
+
+
 class OpdConfig(Section):
     """On-policy distillation: the teacher scores what the policy sampled."""
 
@@ -150,9 +192,76 @@ class OpdConfig(Section):
     clip: float | None = Field(
         10.0, gt=0.0, description="clamp |log pi_student - log pi_teacher| to so many nats; null: no clip"
     )
+    signal: OpdSignal = Field(
+        "sampled",
+        description="sampled: log pi_student - log pi_teacher of the sampled token, as an advantage; reverse_kl, forward_kl, "
+        "jsd: a divergence over `top_k` candidates and the rest, as a loss term",
+    )
+    top_k: int = Field(16, ge=1, description="candidates per position, all signals but sampled")
+    support: Support = Field("teacher", description="whose top-k lists the candidates come from")
+    jsd_beta: float = Field(
+        0.5, gt=0.0, lt=1.0, description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon)"
+    )
+    position_discount: float = Field(
+        1.0, gt=0.0, le=1.0, description="weight of response position t is this to the power t; 1: all alike"
+    )
+    alignment: AlignmentPolicy = Field(
+        "strict",
+        description="strict: tokens that both tokenizers cut out alike; even, proportional, chain_rule: also spans of several "
+        "tokens (docs/distillation.md)",
+    )
+    thinking: Thinking = Field(
+        "keep", description="how models.teacher meets the student's thinking; opd.teachers have settings of their own"
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the chat template of models.teacher"
+    )
+    teachers: tuple[TeacherSpec, ...] = Field((), description="several teachers, instead of models.teacher")
+    concurrency: int = Field(4, ge=1, description="scoring requests under way at once, per teacher")
+    overlap: int | None = Field(
+        None,
+        ge=1,
+        description="score while others are still being written, as soon as so many responses are finished; null: after all "
+        "(a run then repeats bit for bit)",
+    )
     on_failed_sample: Literal["drop_opd", "drop_sample", "stop"] = Field(
         "drop_opd", description="what happens to a sample whose teacher answer is unusable"
     )
+
+    @field_validator("teachers")
+    @classmethod
+    def _names_differ(cls, value: tuple[TeacherSpec, ...]) -> tuple[TeacherSpec, ...]:
+        names = [t.name for t in value]
+        if len(set(names)) < len(names):
+            raise ValueError("a name of its own for each teacher; rename one")
+        return value
+
+    def misuse(self) -> str | None:
+        """What a setting that the others make void is told; None when every setting has its effect.
+
+        >>> OpdConfig(top_k=8).misuse()
+        "opd.top_k=8: expected 16 (the default) with opd.signal='sampled', which ignores it. Remedy: remove it, or choose \
+reverse_kl, forward_kl or jsd."
+        """
+        ignored: list[tuple[str, bool, str, str]] = [
+            (name, self.signal == "sampled", f"opd.signal={self.signal!r}", "choose reverse_kl, forward_kl or jsd")
+            for name in ("top_k", "support")
+        ]
+        ignored += [
+            ("jsd_beta", self.signal != "jsd", f"opd.signal={self.signal!r}", "choose jsd"),
+            ("clip", self.signal != "sampled", f"opd.signal={self.signal!r}", "choose sampled"),
+            ("alignment", self.signal != "sampled", f"opd.signal={self.signal!r}", "choose sampled"),
+            ("thinking", bool(self.teachers), "opd.teachers", "set it on the teachers"),
+            ("template_kwargs", bool(self.teachers), "opd.teachers", "set it on the teachers"),
+        ]
+        for name, void, by, other in ignored:
+            value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+            if void and value != default:
+                usual = "{}" if default == {} else default
+                return explain(
+                    f"opd.{name}", value, f"{usual} (the default) with {by}, which ignores it", f"remove it, or {other}"
+                )
+        return None
 
 
 class ObjectiveConfig(Section):
@@ -276,14 +385,7 @@ class EngineConfig(Section):
     @field_validator("senior_url", "junior_url", "teacher_url")
     @classmethod
     def _is_http_url(cls, value: str | None) -> str | None:
-        try:
-            parts = urlsplit(value or "http://none")
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a broken IPv6 address, a port that is no number
-            good = False
-        if value == "" or not good:
-            raise ValueError("null or a URL such as http://127.0.0.1:30000")
-        return value
+        return _http_url(value)
 
 
 class RunConfig(Section):
@@ -358,8 +460,13 @@ class RunConfig(Section):
                 f"tandem.junior_token_loss_weight={t.junior_token_loss_weight:g}: expected sampling.temperature=1, because "
                 "engines score given tokens at temperature 1. Remedy: set sampling.temperature=1, or the weight to 0"
             )
-        if problem := t.misuse():
+        if problem := t.misuse() or self.opd.misuse():
             raise ValueError(problem.removesuffix("."))
+        if self.opd.teachers and (self.engine.teacher_url or self.models.teacher != ModelsConfig().teacher):
+            raise ValueError(
+                "opd.teachers: expected models.teacher and engine.teacher_url at their defaults, the list replaces them. "
+                "Remedy: move them into an entry of opd.teachers (model, url)"
+            )
         e = self.engine
         if e.mode == "fused":
             wrong = [

@@ -7,7 +7,7 @@ Units: log-probs in nats; positions and lengths in tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,7 +77,8 @@ class TandemSample:
 
     `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature; 0.0 in inserted text.
     `authorship_mask` is 1 where the senior wrote the token, else 0. `inserted` lists the spans `[start, stop)` that nobody
-    sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there.
+    sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there; `inserted_messages`, one
+    tuple per span or none at all, are the chat turns that a span shows, for a teacher with another template.
     `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
     empty if not asked for. `fallback_runs`: run numbers that were the junior's by the rule and that the senior wrote,
     because the junior's text has no exact form in the senior's vocabulary. `discarded_tokens` were generated past a
@@ -104,8 +105,18 @@ class TandemSample:
     inserted: tuple[tuple[int, int], ...] = ()
     senior_log_probs: tuple[float, ...] = ()
     fallback_runs: tuple[int, ...] = ()
+    inserted_messages: tuple[tuple[Message, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.inserted_messages and len(self.inserted_messages) != len(self.inserted):
+            raise DataError(
+                explain(
+                    "TandemSample.inserted_messages",
+                    f"{len(self.inserted_messages)} entries",
+                    f"one per inserted span ({len(self.inserted)}), or none at all",
+                    "give the messages of every inserted text",
+                )
+            )
         R = len(self.response_ids)
         for name in ("authorship_mask", "log_probs", "senior_log_probs"):
             n = len(getattr(self, name))
@@ -152,16 +163,45 @@ class FailedSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that student or teacher might have written, at each position of a response.
+
+    `ids` [R, K] in the student's vocabulary, -1 where a position has fewer; `teacher_log_probs` [R, K] nats of the
+    teacher's full distribution, `student_log_probs` [R, K] those of the student when it sampled (NaN: not asked for); 0.0
+    where `ids` is -1.
+
+    >>> c = Candidates(np.array([[5, -1]]), np.array([[-0.1, 0.0]]), np.array([[-0.2, 0.0]]))
+    >>> c.ids.shape
+    (1, 2)
+    """
+
+    ids: IntArray
+    teacher_log_probs: FloatArray
+    student_log_probs: FloatArray
+
+    def __post_init__(self) -> None:
+        assert self.ids.ndim == 2
+        assert self.ids.shape == self.teacher_log_probs.shape == self.student_log_probs.shape
+
+
+@dataclass(frozen=True, slots=True)
 class AlignedScores:
     """Teacher log-probs at student positions.
 
     `log_probs` [R] nats, 0.0 where `mask` is False; `mask` [R] True where a teacher token with exactly the same bytes
     at the same place was proven; `unaligned` counts the masked positions by reason, so that nothing is dropped silently.
+    `span` [R] numbers the stretches that both tokenizers cut out alike (-1: none), `classes` [R] says what a token writes
+    (`token_bytes.TEXT_CLASSES`), `reason` [R] why it has no value (index into `alignment.UNALIGNED_REASONS`, -1: it has
+    one); None if unknown. `candidates`: the most likely tokens at each position, if asked for.
     """
 
     log_probs: FloatArray
     mask: BoolArray
     unaligned: Mapping[str, int]
+    span: IntArray | None = None
+    classes: IntArray | None = None
+    reason: IntArray | None = None
+    candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         assert self.log_probs.shape == self.mask.shape
@@ -173,6 +213,14 @@ class AlignedScores:
     def coverage(self) -> float:
         """Share of the response positions that carry a teacher log-prob; 1.0 for an empty response."""
         return float(self.mask.mean()) if self.mask.size else 1.0
+
+    def coverage_by_class(self, names: Sequence[str]) -> dict[str, float | None]:
+        """Coverage of the tokens of each class, None where there are none; `names` are those that `classes` counts."""
+        assert self.classes is not None, "whoever aligned did not say what the tokens write"
+        return {
+            name: float(self.mask[self.classes == k].mean()) if (self.classes == k).any() else None
+            for k, name in enumerate(names)
+        }
 
 
 @dataclass(frozen=True, slots=True)

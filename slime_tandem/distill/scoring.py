@@ -1,63 +1,152 @@
 """A teacher scores what the policy sampled: render, ask the engine, align to the student's positions.
 
-The teacher reads the raw messages through its own chat template and the response as text through its own tokenizer; its
-log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
+The teacher reads the raw messages through its own chat template and the response in its own ids (`alignment.Aligner.write`);
+its log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
 that is short, missing a value or not finite fails that sample with a reason; the caller decides what a failed sample means.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from slime_tandem.distill.alignment import align_strict, readable_text
-from slime_tandem.distill.token_bytes import TokenBytes
+import numpy as np
+
+from slime_tandem.config import AlignmentPolicy, Support
+from slime_tandem.distill.alignment import Aligner, Bridge, TeacherText, count_reasons
+from slime_tandem.distill.candidates import (
+    Twins,
+    exact_log_probs,
+    gather_candidates,
+    missing_on,
+    top_of,
+)
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, same_ids
-from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.errors import DataError, ModelError, TeacherScoreError, explain
 from slime_tandem.types import AlignedScores, Message, TandemSample
+
+TEACHER_KEY = "teacher"
+"""Key of `Prompt.metadata` that chooses a sample's teachers by name: a string or a list of them."""
+
+StudentTop = Sequence[Mapping[int, float]]
+"""A student's top-K at each response position [R], as {id: log-prob}, nats."""
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """What is asked of teachers.
+
+    `policy`: values for tokens without a one-to-one partner. `top_k`: candidates per position (0: none), from the lists of
+    `support`.
+    """
+
+    policy: AlignmentPolicy = "strict"
+    top_k: int = 0
+    support: Support = "teacher"
+
+
+@dataclass(frozen=True, eq=False)
 class Teacher:
     """A scorer with a tokenizer of its own.
 
-    `render(messages)` gives the prompt ids of its chat template with the generation prompt; `encode(text)` the ids of
-    plain text without special tokens; `end_of_turn` the id that closes its turn; `max_batch` sequences per HTTP request;
-    `max_tokens` prompt and response tokens that the engine takes together, None if that is not known.
+    `aligner` knows the student's vocabulary and this one's. `render(messages)` gives the prompt ids of its chat template
+    with the generation prompt; `encode(text)` the ids of plain text without special tokens; `bridge(messages)` the ids
+    that its template puts from the end of one assistant turn over these messages to the begin of the next (None: messages
+    between turns are read as the student's text). `max_batch` sequences travel per HTTP request, `concurrency` requests
+    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known. `tasks`:
+    the task tags that it is for, None for all that no other teacher names; `weight` among several teachers of one sample.
     """
 
     engine: Engine
-    tokens: TokenBytes
+    aligner: Aligner
     render: Callable[[Sequence[Message]], list[int]]
     encode: Callable[[str], list[int]]
-    end_of_turn: int
+    bridge: Callable[[Sequence[Message]], list[int]] | None = None
+    name: str = "teacher"
+    tasks: frozenset[str] | None = None
+    weight: float = 1.0
     max_batch: int = 128
+    concurrency: int = 4
     max_tokens: int | None = None
 
+    @cached_property
+    def twins(self) -> Twins:
+        """Same tokens of the two vocabularies."""
+        return Twins(self.aligner)
+
     async def score(
-        self, samples: Sequence[TandemSample], student: TokenBytes
+        self,
+        samples: Sequence[TandemSample],
+        scoring: Scoring = Scoring(),
+        student_top: Sequence[StudentTop] | None = None,
     ) -> list[AlignedScores | TeacherScoreError]:
         """One entry per sample, in order: aligned scores, or why there are none.
 
-        A sample longer than `max_tokens` is not sent: the engine would refuse the whole batch for it. Raises EngineError
-        kinds only when the engine itself cannot be reached or refuses the request.
+        `student_top` per sample is needed where `scoring.support` is not the teacher alone. A sample longer than
+        `max_tokens` is not sent: the engine would refuse the whole batch for it. Raises EngineError kinds only when the
+        engine itself cannot be reached or refuses the request.
         """
-        plans = [self._plan(sample, student) for sample in samples]
-        too_long = {i: error for i, (request, _) in enumerate(plans) if (error := self._too_long(request)) is not None}
-        sent = [i for i in range(len(plans)) if i not in too_long]
-        out: dict[int, AlignedScores | TeacherScoreError] = {**too_long}
-        for start in range(0, len(sent), self.max_batch):
-            part = sent[start : start + self.max_batch]
-            results = await self.engine.generate([plans[i][0] for i in part])
-            for i, result in zip(part, results, strict=True):
-                response = plans[i][1]
-                try:
-                    log_probs = response_log_probs(result, response)
-                    out[i] = align_strict(samples[i].response_ids, student, response, self.tokens, log_probs)
-                except TeacherScoreError as error:
-                    out[i] = error
+        plans = [self._plan(sample, scoring) for sample in samples]
+        out: dict[int, AlignedScores | TeacherScoreError] = {
+            i: error for i, plan in enumerate(plans) if (error := self._too_long(plan.request)) is not None
+        }
+        sent = [i for i in range(len(plans)) if i not in out]
+        gate = asyncio.Semaphore(self.concurrency)
+
+        async def ask(part: Sequence[int]) -> list[GenerateResult]:
+            async with gate:
+                return await self.engine.generate([plans[i].request for i in part])
+
+        parts = [sent[at : at + self.max_batch] for at in range(0, len(sent), self.max_batch)]
+        answers = await asyncio.gather(*(ask(part) for part in parts))
+        results = {i: r for part, rs in zip(parts, answers, strict=True) for i, r in zip(part, rs, strict=True)}
+
+        async def finish(i: int) -> None:
+            top = None if student_top is None else student_top[i]
+            try:
+                out[i] = await self._finish(samples[i], plans[i], results[i], scoring, top, gate)
+            except TeacherScoreError as error:
+                out[i] = error
+
+        await asyncio.gather(*(finish(i) for i in sent))
         return [out[i] for i in range(len(plans))]
+
+    async def _finish(
+        self,
+        sample: TandemSample,
+        plan: _Plan,
+        result: GenerateResult,
+        scoring: Scoring,
+        student_top: StudentTop | None,
+        gate: asyncio.Semaphore,
+    ) -> AlignedScores:
+        log_probs = response_log_probs(result, plan.text.ids, self.name)
+        aligned = self.aligner.align(plan.text)
+        policy: AlignmentPolicy = scoring.policy
+        scores = aligned.scores(log_probs, policy, sample.log_probs)
+        if not scoring.top_k:
+            return scores
+        n = len(plan.text.ids)
+        known = top_of(result, n, self.name)
+        if scoring.support != "teacher":
+            if student_top is None:
+                raise DataError(
+                    explain("student_top", None, f"lists for support {scoring.support!r}", "ask the student")
+                )
+            at = np.flatnonzero(aligned.teacher_index >= 0)
+            wanted = missing_on(
+                known, student_top, self.twins.teacher_of, aligned.teacher_index[at].tolist(), at.tolist()
+            )
+            async with gate:
+                exact = await exact_log_probs(
+                    self.engine, plan.prompt, plan.text.ids, wanted, rid=plan.request.rid, role=self.name
+                )
+            known = [{**a, **b} for a, b in zip(known, exact, strict=True)]
+        candidates = gather_candidates(aligned, self.twins, scoring.support, scoring.top_k, known, student_top)
+        return replace(scores, candidates=candidates)
 
     def _too_long(self, request: GenerateRequest) -> TeacherScoreError | None:
         n = len(request.input_ids)
@@ -65,7 +154,7 @@ class Teacher:
             return None
         return TeacherScoreError(
             explain(
-                f"teacher request {request.rid}",
+                f"{self.name} request {request.rid}",
                 f"{n} tokens",
                 f"at most {self.max_tokens}, the teacher's context or its server's cache",
                 "lower sampling.max_new_tokens, shorten the prompts, raise engine.cache_tokens, or take a teacher with a "
@@ -73,19 +162,33 @@ class Teacher:
             )
         )
 
-    def _plan(self, sample: TandemSample, student: TokenBytes) -> tuple[GenerateRequest, list[int]]:
-        text, _, _ = readable_text(student.join(sample.response_ids))
-        response = self.encode(text)
-        if sample.response_ids and sample.response_ids[-1] in student.eos_ids:
-            response.append(self.end_of_turn)
+    def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
+        bridges: list[Bridge] = []
+        if self.bridge is not None and sample.inserted_messages:
+            for (start, stop), messages in zip(sample.inserted, sample.inserted_messages, strict=True):
+                ids = tuple(self.bridge(messages))
+                # The end of turn that the student sampled has the teacher's in its place already.
+                ended = start > 0 and sample.response_ids[start - 1] in self.aligner.student.eos_ids
+                if ended and ids and ids[0] == self.aligner.end_of_turn:
+                    ids = ids[1:]
+                bridges.append(Bridge(start, stop - start, ids))
+        text = self.aligner.write(sample.response_ids, self.encode, bridges=bridges, inserted=sample.inserted)
         prompt = self.render(sample.prompt.messages)
         request = GenerateRequest(
             rid=f"score-{sample.key.seed}-{sample.key.rollout_id}-{sample.key.sample_index}",
-            input_ids=(*prompt, *response),
+            input_ids=(*prompt, *text.ids),
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
+            top_logprobs_num=scoring.top_k,
         )
-        return request, response
+        return _Plan(request, prompt, text)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    request: GenerateRequest
+    prompt: list[int]
+    text: TeacherText
 
 
 def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> list[float]:
@@ -121,3 +224,211 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
             )
         out.append(min(value, 0.0))
     return out
+
+
+async def student_candidates(
+    engine: Engine, samples: Sequence[TandemSample], k: int, *, max_batch: int = 128
+) -> list[list[dict[int, float]] | TeacherScoreError]:
+    """The student's own top-K at each response position, per sample: what `support` student and union start from.
+
+    Scored afresh at temperature 1 over the full distribution, because junior tokens were sampled by somebody else.
+    """
+    out: list[list[dict[int, float]] | TeacherScoreError] = []
+    for at in range(0, len(samples), max_batch):
+        part = samples[at : at + max_batch]
+        requests = [
+            GenerateRequest(
+                rid=f"top-{s.key.seed}-{s.key.rollout_id}-{s.key.sample_index}",
+                input_ids=s.prompt_ids + s.response_ids,
+                max_new_tokens=0,
+                logprob_start_len=len(s.prompt_ids) - 1,
+                top_logprobs_num=k,
+            )
+            for s in part
+        ]
+        for sample, result in zip(part, await engine.generate(requests), strict=True):
+            try:
+                out.append(top_of(result, len(sample.response_ids), "senior"))
+            except TeacherScoreError as error:
+                out.append(error)
+    return out
+
+
+class TeacherPanel:
+    """The teachers of a run: each sample goes to those that its metadata names, else to those of its task, else to the rest.
+
+    Several teachers of one sample count by their weights: the student is pulled towards the weighted mean of their
+    log-probs, at each position over those that have a value there.
+    """
+
+    def __init__(self, teachers: Sequence[Teacher], scoring: Scoring = Scoring()) -> None:
+        names = [t.name for t in teachers]
+        if not teachers or len(set(names)) < len(names):
+            raise DataError(explain("teachers", names, "at least one, each with a name of its own", "rename them"))
+        self.teachers, self.scoring = tuple(teachers), scoring
+
+    def route(self, sample: TandemSample) -> list[Teacher]:
+        """The teachers of a sample, in the panel's order; raises DataError if there is none."""
+        chosen = sample.prompt.metadata.get(TEACHER_KEY)
+        if chosen is not None:
+            wanted = [chosen] if isinstance(chosen, str) else list(chosen)
+            unknown = [name for name in wanted if name not in {t.name for t in self.teachers}]
+            if unknown or not wanted:
+                raise DataError(
+                    explain(
+                        f"metadata.{TEACHER_KEY} of prompt {sample.prompt.prompt_id}",
+                        chosen,
+                        f"names among {', '.join(t.name for t in self.teachers)}",
+                        "correct the prompt's metadata, or add the teacher to opd.teachers",
+                    )
+                )
+            return [t for t in self.teachers if t.name in wanted]
+        task = sample.prompt.task
+        for_task = [t for t in self.teachers if t.tasks is not None and task in t.tasks]
+        found = for_task or [t for t in self.teachers if t.tasks is None]
+        if not found:
+            raise DataError(
+                explain(
+                    "opd.teachers",
+                    [t.name for t in self.teachers],
+                    f"one for task {task!r}",
+                    "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
+                )
+            )
+        return found
+
+    async def score(
+        self, samples: Sequence[TandemSample], senior: Engine | None = None
+    ) -> list[AlignedScores | TeacherScoreError]:
+        """One entry per sample, in order; `senior` is asked for its candidates where the support needs them.
+
+        A sample of several teachers fails if one of them does.
+        """
+        tops: list[list[dict[int, float]] | TeacherScoreError] | None = None
+        if self.scoring.top_k and self.scoring.support != "teacher":
+            if senior is None:
+                raise DataError(explain("senior", None, "its engine, for its candidates", "pass it"))
+            tops = await student_candidates(senior, samples, self.scoring.top_k)
+        out: dict[int, AlignedScores | TeacherScoreError] = {
+            i: top for i, top in enumerate(tops or ()) if isinstance(top, TeacherScoreError)
+        }
+        routed = {i: self.route(s) for i, s in enumerate(samples) if i not in out}
+        views: dict[int, list[tuple[float, AlignedScores]]] = {i: [] for i in routed}
+
+        async def ask(teacher: Teacher) -> tuple[Teacher, list[int], list[AlignedScores | TeacherScoreError]]:
+            mine = [i for i, teachers in routed.items() if teacher in teachers]
+            top = None if tops is None else [t for i in mine if not isinstance(t := tops[i], TeacherScoreError)]
+            return teacher, mine, await teacher.score([samples[i] for i in mine], self.scoring, top)
+
+        busy = [t for t in self.teachers if any(t in teachers for teachers in routed.values())]
+        for teacher, mine, scores in await asyncio.gather(*(ask(t) for t in busy)):
+            for i, score in zip(mine, scores, strict=True):
+                if isinstance(score, TeacherScoreError):
+                    out.setdefault(i, score)
+                else:
+                    views[i].append((teacher.weight, score))
+        for i, view in views.items():
+            if i not in out:
+                out[i] = combine(view)
+        return [out[i] for i in range(len(samples))]
+
+
+def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
+    """One teacher out of several (weight, scores): the weighted mean of log-probs over those that have a value at a position.
+
+    A position without any value keeps the first teacher's reason (`AlignedScores.reason`). Raises DataError for
+    candidates of several teachers, whose distributions cannot be merged from lists.
+
+    >>> from slime_tandem.distill.token_bytes import TokenBytes
+    >>> s = TokenBytes((b"a", b"b"), frozenset(), frozenset())
+    >>> whole, split = (TokenBytes(t, frozenset(), frozenset()) for t in ((b"a", b"b"), (b"a", b"b", b"bb")))
+    >>> a = Aligner(s, whole, end_of_turn=-1)
+    >>> b = Aligner(s, split, end_of_turn=-1)
+    >>> one = a.align(a.write([0, 1, 1], lambda text: [0, 1, 1])).scores([-1.0, -2.0, -3.0])
+    >>> two = b.align(b.write([0, 1, 1], lambda text: [0, 2])).scores([-4.0, -5.0])
+    >>> combine([(2.0, one), (1.0, two)]).log_probs.tolist()
+    [-2.0, -2.0, -3.0]
+    """
+    if len(views) == 1:
+        return views[0][1]
+    if any(score.candidates is not None for _, score in views):
+        raise DataError(
+            explain(
+                "opd.signal",
+                "a divergence over candidates",
+                "one teacher per sample",
+                "route each task to one teacher, or set opd.signal=sampled",
+            )
+        )
+    weights = np.array([w for w, _ in views])[:, None]
+    masks = np.stack([score.mask for _, score in views])
+    values = np.stack([score.log_probs for _, score in views])
+    total = (weights * masks).sum(0)
+    mask = total > 0
+    mean = np.where(mask, (weights * masks * values).sum(0) / np.where(mask, total, 1.0), 0.0)
+    first = views[0][1]
+    assert first.reason is not None, "scores of an alignment say why"
+    reason = np.where(mask, -1, first.reason)
+    return AlignedScores(mean, mask, count_reasons(reason), classes=first.classes, reason=reason)
+
+
+_PROBE = "Self-test: 12345 + 678, caf\u00e9, \u4f60\u597d, \U0001f680\n\ndef f(x):\n    return x\n"
+
+
+def check_teacher(teacher: Teacher) -> None:
+    """Ask nothing of the engine, but put every special token and a probe text through the alignment.
+
+    Raises ModelError if the teacher's tokenizer does not spell the probe as it should, or an end of turn of the student has no
+    counterpart: both would only show as a low coverage later.
+    """
+    a = teacher.aligner
+    probe = teacher.encode(_PROBE)
+    spelt = a.teacher.join(probe)
+    if spelt != _PROBE.encode():
+        raise ModelError(
+            explain(
+                f"tokenizer of {teacher.name}",
+                repr(spelt.decode("utf-8", "replace")),
+                f"ids that spell {_PROBE!r}",
+                "this tokenizer changes text; take a teacher with another one",
+            )
+        )
+    for row in a.special.rows:
+        if row.teacher_id is None:
+            continue
+        text = a.write([row.student_id], teacher.encode)
+        if text.ids != (row.teacher_id,) or a.align(text).teacher_index.tolist() != [0]:
+            raise ModelError(
+                explain(f"special token of {teacher.name}", str(row), "a pair", "see docs/distillation.md")
+            )
+    lost = sorted(i for i in a.student.eos_ids if i not in a.special.ids and a.student.of(i) is None)
+    if lost and not a.same_vocabulary:
+        raise ModelError(
+            explain(
+                f"ends of turn for {teacher.name}",
+                lost,
+                "a counterpart for each",
+                "set eos_token_id in generation_config.json",
+            )
+        )
+
+
+def describe_special(teacher: Teacher) -> str:
+    """What stands for each special token that has a role, a line each; how many others are masked.
+
+    >>> from slime_tandem.distill.token_bytes import TokenBytes
+    >>> s = TokenBytes((b"a", None, None), frozenset({1, 2}), frozenset({1}), {1: "<|im_end|>", 2: "<|extra|>"})
+    >>> t = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
+    >>> print(describe_special(Teacher(None, Aligner(s, t, end_of_turn=0), lambda m: [], lambda t: [])))
+    special tokens, student -> teacher:
+      1 <|im_end|> (eos, turn_end) -> 0 <|eot_id|>
+      1 more without a role or a counterpart: masked where they are sampled
+    """
+    if teacher.aligner.same_vocabulary:
+        return f"special tokens, student -> {teacher.name}: the same vocabulary"
+    rows = teacher.aligner.special.rows
+    lines = [f"special tokens, student -> {teacher.name}:", *(f"  {row}" for row in rows if row.roles)]
+    others = sum(not row.roles and row.teacher_id is None for row in rows)
+    if others:
+        lines.append(f"  {others} more without a role or a counterpart: masked where they are sampled")
+    return "\n".join(lines)

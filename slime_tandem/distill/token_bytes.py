@@ -23,7 +23,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from slime_tandem.errors import ModelError, explain
+from slime_tandem.types import IntArray
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What lossy normalisers change (wide digits, accents, line ends, double spaces); all of it is in NFC.
@@ -64,6 +68,28 @@ ROLE_NAMES: Mapping[Role, frozenset[str]] = MappingProxyType(
         "tool_result_end": frozenset({"</tool_response>", "[/TOOL_RESULTS]", "<｜tool▁outputs▁end｜>"}),
     }
 )
+
+
+TEXT_CLASSES = ("text", "digits", "cjk", "code", "special")
+"""What a token writes, for tables of coverage: `digits` holds an ASCII digit; `cjk` a Chinese, Japanese or Korean character or
+bytes of one; `code` has no letter and holds a bracket, an operator, an underscore, or white space other than one blank;
+`special` has no bytes; `text` is the rest."""
+_CODE = re.compile(rb"[][(){}<>=+*/\\|&^%$#@_~`;]|\s\s|[\t\n\r]")
+_LETTER = re.compile(rb"[A-Za-z\x80-\xff]")
+# The leading bytes of U+2E80..U+D7FF and U+F900..U+FAFF, of U+FF00..U+FFEF, and of the planes above U+20000.
+_CJK = re.compile(rb"\xe2[\xba-\xbf]|[\xe3-\xed]|\xef[\xa4-\xab\xbc-\xbf]|\xf0[\xa0-\xb2]")
+
+
+def _text_class(data: bytes | None) -> int:
+    if not data:
+        return TEXT_CLASSES.index("special")
+    if re.search(rb"[0-9]", data):
+        return TEXT_CLASSES.index("digits")
+    if _CJK.search(data):
+        return TEXT_CLASSES.index("cjk")
+    if not _LETTER.search(data) and _CODE.search(data):
+        return TEXT_CLASSES.index("code")
+    return TEXT_CLASSES.index("text")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -108,6 +134,29 @@ class TokenBytes:
         return b"".join(self.of(t) or b"" for t in tokens)
 
     @cached_property
+    def packed(self) -> tuple[npt.NDArray[np.uint8], IntArray, IntArray]:
+        """(bytes of all ids one after the other, start [V] of each in them, length [V], 0 for ids without bytes).
+
+        >>> blob, start, length = TokenBytes((b"ab", None, b"c"), frozenset({1}), frozenset()).packed
+        >>> blob.tobytes(), start.tolist(), length.tolist()
+        (b'abc', [0, 2, 2], [2, 0, 1])
+        """
+        length = np.fromiter((len(data or b"") for data in self.table), dtype=np.int64, count=len(self.table))
+        ends = np.cumsum(length)
+        return np.frombuffer(b"".join(data or b"" for data in self.table), dtype=np.uint8), ends - length, length
+
+    @cached_property
+    def text_classes(self) -> IntArray:
+        """[V+1]: index into `TEXT_CLASSES` of what each id writes; the last entry is for ids outside the table.
+
+        >>> table = TokenBytes((b" the", b"42", "\u4f60".encode(), b"](", None), frozenset({4}), frozenset())
+        >>> [TEXT_CLASSES[c] for c in table.text_classes]
+        ['text', 'digits', 'cjk', 'code', 'special', 'special']
+        """
+        kinds = [*(_text_class(data) for data in self.table), TEXT_CLASSES.index("special")]
+        return np.array(kinds, dtype=np.int64)
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the byte table, as hex: equal just when every id stands for the same bytes.
 
@@ -130,6 +179,15 @@ class TokenBytes:
         255
         """
         return frozenset(range(256)) - {data[0] for data in self.table if data is not None and len(data) == 1}
+
+    @cached_property
+    def unwritable_bytes(self) -> frozenset[int]:
+        """Byte values that stand in no token at all: encoding drops them, wherever they are.
+
+        >>> b"a"[0] in TokenBytes((b"a", b"bc"), frozenset(), frozenset()).unwritable_bytes
+        False
+        """
+        return frozenset(range(256)) - set(self.packed[0].tolist())
 
     @cached_property
     def roles(self) -> Mapping[Role, tuple[int, ...]]:

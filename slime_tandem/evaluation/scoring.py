@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.distill.alignment import readable_text
+from slime_tandem.distill.reading import readable_text
 from slime_tandem.distill.scoring import response_log_probs
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import Engine, GenerateRequest

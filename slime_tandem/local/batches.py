@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.config import RunConfig
+from slime_tandem.config import OpdConfig, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError, explain
 from slime_tandem.objective.advantages import group_advantages
-from slime_tandem.types import SENIOR, FloatArray, ScoredSample, TandemSample
+from slime_tandem.types import SENIOR, AlignedScores, BoolArray, Candidates, FloatArray, ScoredSample, TandemSample
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class TrainRow:
 
     `tokens` prompt and response; `old_log_probs` [R] nats under the senior that wrote, of the junior itself where its
     tokens carry no weight; `advantage` of the sample; `weights` [R]
-    policy-gradient weights; `opd_mask` [R] 1.0 on senior-written aligned tokens; `teacher_log_probs` [R] nats.
+    policy-gradient weights; `opd_weights` [R] above 0 on senior-written aligned tokens only (1, or the position's discount);
+    `teacher_log_probs` [R] nats; `candidates` for the signals that compare distributions.
     """
 
     tokens: tuple[int, ...]
@@ -30,8 +31,9 @@ class TrainRow:
     advantage: float
     old_log_probs: FloatArray
     weights: FloatArray
-    opd_mask: FloatArray
+    opd_weights: FloatArray
     teacher_log_probs: FloatArray
+    candidates: Candidates | None = None
 
     @property
     def response_length(self) -> int:
@@ -69,11 +71,21 @@ def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list
                 advantage=float(advantage),
                 old_log_probs=_old_log_probs(sample, config.tandem.junior_token_loss_weight),
                 weights=np.where(senior, 1.0, config.tandem.junior_token_loss_weight) * np.asarray(sample.loss_mask),
-                opd_mask=(senior & teacher.mask).astype(np.float64) if teacher else np.zeros(R),
+                opd_weights=_opd_weights(senior, teacher, config.opd) if teacher else np.zeros(R),
                 teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
+                candidates=teacher.candidates if teacher else None,
             )
         )
     return rows, {"group/zero_variance_fraction": flat, "opd/failed_samples": float(failed)}
+
+
+def _opd_weights(senior: BoolArray, teacher: AlignedScores, opd: OpdConfig) -> FloatArray:
+    """Where the teacher's signal counts, and how much: 1, or less and less along the response."""
+    used = senior & teacher.mask
+    if opd.signal != "sampled":  # a position whose candidates have no counterpart at all compares nothing
+        assert teacher.candidates is not None, "this signal asks for candidates"
+        used &= (teacher.candidates.ids >= 0).any(axis=1)
+    return used * opd.position_discount ** np.arange(len(senior), dtype=np.float64)
 
 
 def _old_log_probs(sample: TandemSample, junior_weight: float) -> FloatArray:

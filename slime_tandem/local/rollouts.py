@@ -13,7 +13,7 @@ from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
 from slime_tandem.local.tasks import TaskSet
 from slime_tandem.local.team import Team
-from slime_tandem.types import AlignedScores, FailedSample, Prompt, ScoredSample, TandemSample
+from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
 
 T = TypeVar("T")
 _MAX_RESTARTS = 3
@@ -53,11 +53,22 @@ def rollout(
     could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written.
     """
     t0 = time.perf_counter()
-    written = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
-    samples = successful(written, team.config.sampling.on_failed_sample)
+    on_failed, overlap = team.config.sampling.on_failed_sample, team.config.opd.overlap
+    early: dict[SampleKey, AlignedScores | TeacherScoreError | None] = {}
+    if score and overlap is not None:
+        both = with_revival(
+            team, lambda: team.write_and_score(prompts, rollout_id, per_prompt, tandem=tandem, at_once=overlap)
+        )
+        written = [sample for sample, _ in both]
+        early = {sample.key: result for sample, result in both}
+    else:
+        written = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
+    samples = successful(written, on_failed)
     rewards = [tasks.reward(s.prompt, s.text) for s in samples]
     t1 = time.perf_counter()
-    scores = with_revival(team, lambda: _score(team, samples)) if score else [None] * len(samples)
+    scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
+    if score and overlap is None:
+        scores = with_revival(team, lambda: team.score(samples))
     t2 = time.perf_counter()
     scored = [
         ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
@@ -82,13 +93,11 @@ def successful(
     return samples
 
 
-def _score(team: Team, samples: Sequence[TandemSample]) -> Sequence[AlignedScores | TeacherScoreError | None]:
-    teacher = team.teacher()
-    return team.runner.run(teacher.score(samples, team.student.tokens))
+def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: frozenset[int]) -> dict[str, float | None]:
+    """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure.
 
-
-def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet) -> dict[str, float | None]:
-    """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure."""
+    `eos_ids` are the senior's ends of turn.
+    """
     samples = [s.sample for s in scored]
     tokens = np.array([len(s.response_ids) for s in samples])
     senior = np.array([s.senior_tokens for s in samples])
@@ -107,14 +116,23 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet) -> dict[str,
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
         "tandem/fallback_runs": float(sum(len(s.fallback_runs) for s in samples)),
     }
-    metrics.update(teacher_metrics(scored))
+    metrics.update(teacher_metrics(scored, eos_ids))
     return metrics
 
 
-def teacher_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
-    """`opd/teacher_kl`: mean of log pi_student - log pi_teacher over aligned senior tokens, nats; coverage; what is masked."""
+def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:
+    """`opd/teacher_kl`: mean of log pi_student - log pi_teacher over aligned senior tokens, nats; coverage; what is masked.
+
+    `opd/eos_coverage` and `opd/eos_kl` are the same two of ends of turn alone: without a value there nothing holds the
+    length of responses, and a student whose end of turn the teacher does not know writes longer and longer (ms-swift #9526).
+    """
     with_teacher = [(s.sample, s.teacher) for s in scored if s.teacher is not None]
-    out: dict[str, float | None] = {"opd/teacher_kl": None, "opd/coverage": None}
+    out: dict[str, float | None] = {
+        "opd/teacher_kl": None,
+        "opd/coverage": None,
+        "opd/eos_coverage": None,
+        "opd/eos_kl": None,
+    }
     out.update(dict.fromkeys(f"opd/unaligned_{reason}" for reason in UNALIGNED_REASONS))
     if not with_teacher:
         return out
@@ -125,7 +143,17 @@ def teacher_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
         ]
     )
     out["opd/teacher_kl"] = float(deltas.mean()) if deltas.size else None
-    out["opd/coverage"] = float(np.concatenate([a.mask for _, a in with_teacher]).mean())
+    masks = np.concatenate([a.mask for _, a in with_teacher])
+    out["opd/coverage"] = float(masks.mean()) if masks.size else None
+    ends = [
+        (a.mask[-1], s.log_probs[-1] - a.log_probs[-1])
+        for s, a in with_teacher
+        if s.response_ids and s.response_ids[-1] in eos_ids
+    ]
+    if ends:
+        out["opd/eos_coverage"] = float(np.mean([known for known, _ in ends]))
+        known_ends = [delta for known, delta in ends if known]
+        out["opd/eos_kl"] = float(np.mean(known_ends)) if known_ends else None
     for reason in UNALIGNED_REASONS:
         out[f"opd/unaligned_{reason}"] = float(sum(a.unaligned[reason] for _, a in with_teacher))
     return out
@@ -141,7 +169,7 @@ def evaluate(
     (of the solo ones without a junior).
     """
     both = "junior" in team.roles
-    teacher = "teacher" in team.roles
+    teacher = bool(team.teacher_specs)
     solo, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both)
     accuracy = _accuracy(solo, tasks)
     tandem: list[ScoredSample] = solo
@@ -149,7 +177,7 @@ def evaluate(
     if both:
         tandem, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher)
         tandem_accuracy = _accuracy(tandem, tasks)
-    kl: Mapping[str, float | None] = teacher_metrics(tandem)
+    kl: Mapping[str, float | None] = teacher_metrics(tandem, team.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     return {
         "eval/solo_accuracy": accuracy,

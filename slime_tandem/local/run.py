@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from slime_tandem.config import RunConfig
+from slime_tandem.distill.scoring import describe_special
 from slime_tandem.errors import RunDirError, TandemError, explain
 from slime_tandem.local.batches import build_rows
 from slime_tandem.local.convert import architecture_of, load_hf_config
@@ -110,6 +112,8 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             team = Team(config, run_dir / "logs")
             architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
             with team:
+                for teacher in team.panel.teachers if team.teacher_specs else ():
+                    print(describe_special(teacher), file=sys.stderr, flush=True)
                 _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
@@ -273,7 +277,7 @@ def _learn(
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, tasks),
+        **rollout_metrics(scored, tasks, team.student.tokens.eos_ids),
         **group_metrics,
         **train_metrics,
         **seconds,

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from slime_tandem.config import RunConfig, SamplingConfig, Strategy
-from slime_tandem.distill.scoring import Teacher
+from slime_tandem.config import RunConfig, SamplingConfig, Strategy, TeacherSpec
+from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.scoring import Scoring, Teacher, TeacherPanel, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
@@ -24,7 +25,7 @@ from slime_tandem.engines.hf import check_model_folder, read_model_config
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
-from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.errors import ConfigError, ModelError, TeacherScoreError, explain
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
 from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
@@ -32,12 +33,29 @@ from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, FailedSample, Prompt, SampleKey, TandemSample
 
-Role = Literal["senior", "junior", "teacher"]
+Role = str
+"""senior, junior, teacher; each of several teachers is `teacher <name>`."""
 _SGLANG_START_S = 300.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
 _DYING_S = 5.0
+
+
+def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
+    opd = config.opd
+    if not opd.enabled:
+        return {}
+    if opd.teachers:
+        return {f"teacher {spec.name}": spec for spec in opd.teachers}
+    alone = TeacherSpec(
+        name="teacher",
+        model=config.models.teacher,
+        url=config.engine.teacher_url,
+        thinking=opd.thinking,
+        template_kwargs=opd.template_kwargs,
+    )
+    return {"teacher": alone}
 
 
 @contextlib.contextmanager
@@ -46,7 +64,7 @@ def _of_role(role: Role) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise type(error)(f"models.{role}: {error}") from error
+        raise type(error)(f"{'models.' if ' ' not in role else 'opd.teachers, '}{role}: {error}") from error
 
 
 class Team:
@@ -59,15 +77,23 @@ class Team:
         self.config, self.log_dir = config, log_dir
         self.roles: list[Role] = ["senior"]
         self.roles += ["junior"] if config.tandem.enabled else []
-        self.roles += ["teacher"] if config.opd.enabled else []
+        self.teacher_specs: dict[Role, TeacherSpec] = _teacher_specs(config)
+        self.roles += self.teacher_specs
+        models: dict[Role, str] = {"senior": config.models.senior, "junior": config.models.junior}
+        models |= {role: spec.model for role, spec in self.teacher_specs.items()}
+        self._given_urls: dict[Role, str | None] = {
+            "senior": config.engine.senior_url,
+            "junior": config.engine.junior_url,
+        }
+        self._given_urls |= {role: spec.url for role, spec in self.teacher_specs.items()}
         cache = Path(config.models.cache_dir)
         self.folders: dict[Role, Path] = {}
         self.tokenizers: dict[Role, ModelTokenizer] = {}
         trust = config.models.trust_remote_code
         for role in self.roles:
             with _of_role(role):
-                folder = self.folders[role] = resolve_model(getattr(config.models, role), cache)
-                if getattr(config.engine, f"{role}_url") is None or role == "senior":
+                folder = self.folders[role] = resolve_model(models[role], cache)
+                if self._given_urls[role] is None or role == "senior":
                     check_model_folder(folder)
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
@@ -85,7 +111,7 @@ class Team:
         self.clients: dict[Role, EngineClient] = {}
         self.runner = asyncio.Runner()
         self._connections = contextlib.AsyncExitStack()
-        self._teacher_max_tokens: int | None = None
+        self._panel: TeacherPanel | None = None
         self.senior_version: str | None = None
         self._senior_weights: Path | None = None
 
@@ -108,7 +134,7 @@ class Team:
         for role in self.roles:
             if self.fused and role == "junior":
                 continue  # inside the senior's server
-            url = getattr(e, f"{role}_url")
+            url = self._given_urls[role]
             if url is None and self.fused and role == "senior":
                 self.servers[role] = FusedServer(
                     self.folders["senior"],
@@ -127,7 +153,7 @@ class Team:
             elif url is None:
                 self.servers[role] = ServerProcess(
                     str(self.folders[role]),
-                    log_file=self.log_dir / f"{role}.log",
+                    log_file=self.log_dir / f"{role.replace(' ', '-')}.log",
                     host=e.host,
                     dtype=self.config.models.dtype,
                     max_batch=e.max_batch,
@@ -149,8 +175,10 @@ class Team:
             client = self.runner.run(self._connections.enter_async_context(self._client(role, urls[role])))
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
-        if "teacher" in self.clients:
-            self._teacher_max_tokens = self._max_tokens("teacher")
+        if self.teacher_specs:
+            opd = self.config.opd
+            scoring = Scoring(opd.alignment, 0 if opd.signal == "sampled" else opd.top_k, opd.support)
+            self._panel = TeacherPanel([self._teacher(role) for role in self.teacher_specs], scoring)
 
     def _max_tokens(self, role: Role) -> int | None:
         """Input tokens that a role's server takes: what it tells, else what the model's config says, else None."""
@@ -256,13 +284,26 @@ class Team:
         could not repeat an uninterrupted one. `rule` and `sampling` stand in for the run's own (evaluation has others).
         """
         rule = rule or (self.tandem_rule if tandem else self.solo_rule)
-        sampling = sampling or self.config.sampling
-        writers = [
+        return self.runner.run(
+            self._write(self._writers(prompts, rollout_id, per_prompt, rule, sampling or self.config.sampling))
+        )
+
+    def write_and_score(
+        self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, *, tandem: bool, at_once: int
+    ) -> list[tuple[TandemSample | FailedSample, AlignedScores | TeacherScoreError | None]]:
+        """As `write`, with each sample's scores; teachers read `at_once` finished responses while others are written."""
+        rule = self.tandem_rule if tandem else self.solo_rule
+        writers = self._writers(prompts, rollout_id, per_prompt, rule, self.config.sampling)
+        return self.runner.run(self._write_and_score(writers, at_once))
+
+    def _writers(
+        self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, rule: HandoffRule, sampling: SamplingConfig
+    ) -> list[TandemWriter]:
+        return [
             self._writer(SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule, sampling)
             for group, prompt in enumerate(prompts)
             for i in range(per_prompt)
         ]
-        return self.runner.run(self._write(writers))
 
     def _writer(
         self, key: SampleKey, group: int, prompt: Prompt, rule: HandoffRule, sampling: SamplingConfig
@@ -288,7 +329,9 @@ class Team:
             fused=self.fused and rule is not self.solo_rule,
         )
 
-    async def _write(self, writers: Sequence[TandemWriter]) -> list[TandemSample | FailedSample]:
+    async def _write(
+        self, writers: Sequence[TandemWriter], on_finished: Callable[[int, TandemSample], None] | None = None
+    ) -> list[TandemSample | FailedSample]:
         for client in self.clients.values():
             await client.flush_cache()
         clients = {SENIOR: self.clients["senior"]}
@@ -299,17 +342,62 @@ class Team:
             if self.config.engine.sessions:
                 for author, client in clients.items():
                     engines[author] = await stack.enter_async_context(SessionEngine(client))
-            return await write_lockstep(writers, engines, senior_version=self.senior_version)
+            return await write_lockstep(writers, engines, senior_version=self.senior_version, on_finished=on_finished)
 
-    def teacher(self) -> Teacher:
-        """The scorer; only where `opd.enabled`."""
-        t = self.tokenizers["teacher"]
-        return Teacher(
-            self.clients["teacher"],
-            t.tokens,
-            t.render,
+    @property
+    def panel(self) -> TeacherPanel:
+        """The teachers; only where `opd.enabled`."""
+        assert self._panel is not None, "no teacher in this run"
+        return self._panel
+
+    def score(self, samples: Sequence[TandemSample]) -> list[AlignedScores | TeacherScoreError]:
+        """The teachers' view of each sample, in order; raises EngineError kinds if a server fails as a whole."""
+        return self.runner.run(self.panel.score(samples, self.clients["senior"]))
+
+    async def _write_and_score(
+        self, writers: Sequence[TandemWriter], at_once: int
+    ) -> list[tuple[TandemSample | FailedSample, AlignedScores | TeacherScoreError | None]]:
+        """Write, and score whatever is finished as soon as it is `at_once` samples."""
+        scores: dict[int, AlignedScores | TeacherScoreError] = {}
+        waiting: list[tuple[int, TandemSample]] = []
+
+        async def score(part: Sequence[tuple[int, TandemSample]]) -> None:
+            results = await self.panel.score([s for _, s in part], self.clients["senior"])
+            scores.update((i, r) for (i, _), r in zip(part, results, strict=True))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def finished(i: int, sample: TandemSample) -> None:
+                    waiting.append((i, sample))
+                    if len(waiting) >= at_once:
+                        group.create_task(score(tuple(waiting)))
+                        waiting.clear()
+
+                written = await self._write(writers, finished)
+                if waiting:
+                    group.create_task(score(tuple(waiting)))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [(sample, scores.get(i)) for i, sample in enumerate(written)]
+
+    def _teacher(self, role: Role) -> Teacher:
+        spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
+        kwargs = spec.template_kwargs
+        aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
+        teacher = Teacher(
+            self.clients[role],
+            aligner,
+            lambda messages: t.render(messages, kwargs),
             t.encode,
-            t.end_of_turn,
-            self.config.engine.max_batch,
-            self._teacher_max_tokens,
+            lambda messages: t.bridge(messages, kwargs),
+            name=spec.name,
+            tasks=None if spec.tasks is None else frozenset(spec.tasks),
+            weight=spec.weight,
+            max_batch=self.config.engine.max_batch,
+            concurrency=opd.concurrency,
+            max_tokens=self._max_tokens(role),
         )
+        with _of_role(role):
+            check_teacher(teacher)
+        return teacher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from slime_tandem.engines.hf import load_tokenizer, read_json_object
 from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
 from slime_tandem.rollout.spelling import Speller
 from slime_tandem.types import Message
+
+_MARK = "\u2063turn\u2063"
+"""Stands for an assistant's turn in `bridge`; no template strips or writes it."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,40 @@ class ModelTokenizer:
         tokenizer.render([Message("user", "probe")])  # a broken template is told now, not in the middle of a run
         return tokenizer
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of the chat template, with the generation prompt.
+    def render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Prompt ids of the chat template, with the generation prompt; `template_kwargs` are variables of the template.
 
         Raises ModelError if the template is broken or refuses these messages (some know no system role).
         """
+        return list(self.hf.encode(self._template(messages, template_kwargs), add_special_tokens=False))
+
+    def bridge(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """What the chat template puts from the end of an assistant turn over `messages` to the begin of the next one.
+
+        Rendered behind a made-up turn, so that a template that rewrites earlier turns (drops their thinking) changes
+        nothing. Raises ModelError as `render`, and for a template that does not write an assistant's turn out.
+        """
+        around = [Message("user", "probe"), Message("assistant", _MARK), *messages]
+        text = self._template(around, template_kwargs)
+        if text.count(_MARK) != 1:
+            raise ModelError(
+                explain(
+                    "chat template",
+                    str(self.folder),
+                    "an assistant's turn written out once",
+                    "use another template, or insert text without its messages",
+                )
+            )
+        return list(self.hf.encode(text.partition(_MARK)[2], add_special_tokens=False))
+
+    def _template(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> str:
         turns = [m.as_dict() for m in messages]
         try:
-            text = self.hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            return str(
+                self.hf.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+                )
+            )
         except Exception as error:  # a template is a program: it raises what it likes
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             roles = ", ".join(m.role for m in messages)
@@ -56,7 +85,6 @@ class ModelTokenizer:
                     "mend chat_template.jinja or tokenizer_config.json, or leave these roles out of the prompts",
                 )
             ) from error
-        return list(self.hf.encode(text, add_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: no special token or leading space is added, and no special token is recognised inside."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from slime_tandem.config import RunConfig
 from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.objective.distillation import log_probs_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
 from slime_tandem.types import FloatArray
@@ -40,22 +41,27 @@ class Trainer:
 
     def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
         pg = sum(float(row.weights.sum()) for row in mini)
-        opd = sum(float(row.opd_mask.sum()) for row in mini)
+        opd = sum(float(row.opd_weights.sum()) for row in mini)
         denominators = Denominators(max(pg, 1e-8), max(opd, 1e-8))
         total = dict.fromkeys(LOSS_METRICS, 0.0)
         self.policy.zero_grad()
         for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
-            log_probs, entropy = self._log_probs(self.policy, micro)
+            logits = self._logits(self.policy, micro)
+            log_probs, entropy = self._log_probs(logits, micro)
+            ids, teacher = self._candidates(micro)
             packed = PackedTokens(
                 old_log_probs=self._pack([r.old_log_probs for r in micro]),
                 advantages=self._pack([np.full(r.response_length, r.advantage) for r in micro]),
                 weights=self._pack([r.weights for r in micro]),
-                opd_mask=self._pack([r.opd_mask for r in micro]),
+                opd_weights=self._pack([r.opd_weights for r in micro]),
                 teacher_log_probs=self._pack([r.teacher_log_probs for r in micro]),
                 ref_log_probs=torch.cat([ref[id(r)] for r in micro]) if ref else None,
+                candidate_ids=ids,
+                candidate_teacher=teacher,
             )
+            of_candidates = None if ids is None else log_probs_of(logits, ids, self.config.sampling.temperature)
             loss, metrics = tandem_loss(
-                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd
+                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd, of_candidates
             )
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
@@ -69,13 +75,27 @@ class Trainer:
         out: dict[int, Tensor] = {}
         with torch.no_grad():
             for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
-                log_probs, _ = self._log_probs(self.reference, micro)
+                log_probs, _ = self._log_probs(self._logits(self.reference, micro), micro)
                 parts = torch.split(log_probs, [r.response_length for r in micro])
                 out.update((id(row), part) for row, part in zip(micro, parts, strict=True))
         return out
 
-    def _log_probs(self, policy: MegatronPolicy, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
-        logits = policy.response_logits([r.tokens for r in micro], [r.response_length for r in micro])
+    def _logits(self, policy: MegatronPolicy, micro: Sequence[TrainRow]) -> Tensor:
+        return policy.response_logits([r.tokens for r in micro], [r.response_length for r in micro])
+
+    def _candidates(self, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """(ids [T, K], the teacher's log-probs [T, K]) of a micro-batch; rows without a teacher have no candidates (-1)."""
+        if not self.config.opd.enabled or self.config.opd.signal == "sampled":
+            return None, None
+        width = max((r.candidates.ids.shape[1] for r in micro if r.candidates is not None), default=1)
+        ids, values = [], []
+        for row in micro:
+            shape = (row.response_length, width)
+            ids.append(np.full(shape, -1, dtype=np.int64) if row.candidates is None else row.candidates.ids)
+            values.append(np.zeros(shape) if row.candidates is None else row.candidates.teacher_log_probs)
+        return torch.from_numpy(np.concatenate(ids)).to(self.policy.device), self._pack(values)
+
+    def _log_probs(self, logits: Tensor, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
         return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
 

@@ -73,6 +73,14 @@ _TABLE = (
         "log pi_student - log pi_teacher on aligned senior tokens: a one-sample estimate of KL(student || teacher)",
     ),
     _step("opd/coverage", "fraction", "ratio of sums", "up", "response tokens that carry a teacher log-prob"),
+    _step(
+        "opd/eos_coverage",
+        "fraction",
+        "sample mean",
+        "up",
+        "responses ended by the policy whose end carries a teacher value",
+    ),
+    _step("opd/eos_kl", "nats", "sample mean", "down", "opd/teacher_kl of ends of turn alone"),
     _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
     _step(
         "opd/unaligned_special", "tokens", "sum over the step", "down", "no teacher value: special token without a twin"
@@ -91,10 +99,40 @@ _TABLE = (
         "down",
         "no teacher value: the token is a broken piece of a character",
     ),
+    _step(
+        "opd/unaligned_normalised",
+        "tokens",
+        "sum over the step",
+        "down",
+        "no teacher value: the teacher's tokenizer rewrites the character or has no token for it",
+    ),
+    _step(
+        "opd/unaligned_unproven",
+        "tokens",
+        "sum over the step",
+        "down",
+        "no teacher value: the teacher's tokens do not spell the text here",
+    ),
+    _step(
+        "opd/unaligned_thinking",
+        "tokens",
+        "sum over the step",
+        "none",
+        "no teacher value: thinking kept from the teacher",
+    ),
+    _step(
+        "opd/unaligned_inserted", "tokens", "sum over the step", "none", "no teacher value: text that nobody sampled"
+    ),
     _step("group/zero_variance_fraction", "fraction", "group mean", "down", "groups whose rewards are all equal"),
     _step("train/loss", "1", "update mean", "none", "the whole loss: the three terms below"),
     _step("train/pg_loss", "1", "token mean", "none", "clipped surrogate of the task reward, with its weight"),
-    _step("train/opd_loss", "1", "token mean", "none", "clipped surrogate of the distillation signal, with its weight"),
+    _step(
+        "train/opd_loss",
+        "1",
+        "token mean",
+        "none",
+        "the distillation signal (clipped surrogate, or divergence), with its weight",
+    ),
     _step("train/kl_loss", "nats", "token mean", "none", "KL to the frozen start weights, with its weight"),
     _step("train/grad_norm", "1", "update mean", "none", "global gradient norm before clipping"),
     _step("train/clip_fraction", "fraction", "token mean", "none", "trained tokens whose ratio was clipped"),

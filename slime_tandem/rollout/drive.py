@@ -11,14 +11,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError, explain
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, FailedSample, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, TandemSample
 
-Environment = Callable[[TandemWriter], Awaitable[Sequence[int] | None]]
-"""Called when a turn ended with a stop: the ids to insert before the next turn, or None when the response is complete."""
+
+@dataclass(frozen=True)
+class NextTurn:
+    """Text between two turns: its ids in the senior's vocabulary, and the chat messages that it shows."""
+
+    ids: Sequence[int]
+    messages: Sequence[Message] = ()
+
+
+Environment = Callable[[TandemWriter], Awaitable[NextTurn | Sequence[int] | None]]
+"""Called when a turn ended with a stop: what to insert before the next turn (ids alone if no teacher needs the messages),
+or None when the response is complete."""
 
 
 async def write_one(
@@ -47,11 +58,13 @@ async def write_lockstep(
     senior_version: str | None = None,
     environment: Environment | None = None,
     on_round: Callable[[int], None] | None = None,
+    on_finished: Callable[[int, TandemSample], None] | None = None,
 ) -> list[TandemSample | FailedSample]:
     """Write many responses in rounds: one batched request per engine and round, both engines at the same time.
 
-    One result per writer, in order. `on_round` is called with the number of finished responses. Raises EngineUnavailableError
-    and WeightVersionError; other EngineErrors fail their own sample.
+    One result per writer, in order. `on_round` is called with the number of finished responses, `on_finished` with the
+    place and the sample of each response as it finishes (a teacher can read it while others are written). Raises
+    EngineUnavailableError and WeightVersionError; other EngineErrors fail their own sample.
     """
     failed: dict[int, str] = {}
     while pending := [i for i, w in enumerate(writers) if not w.done and i not in failed]:
@@ -80,6 +93,9 @@ async def write_lockstep(
                     raise
                 except EngineError as error:
                     failed[i] = str(error)
+                    continue
+                if on_finished is not None and writers[i].done:
+                    on_finished(i, writers[i].sample())
         if on_round is not None:
             on_round(sum(w.done or i in failed for i, w in enumerate(writers)))
     return [
@@ -104,9 +120,11 @@ async def _accept(writer: TandemWriter, result: GenerateResult, environment: Env
     writing = writer.finish_reason is None
     writer.accept(result)
     if environment is not None and writing and writer.finish_reason == "stop":
-        ids = await environment(writer)
-        if ids is not None:
-            writer.insert(ids)
+        turn = await environment(writer)
+        if isinstance(turn, NextTurn):
+            writer.insert(turn.ids, turn.messages)
+        elif turn is not None:
+            writer.insert(turn)
 
 
 def _check_version(author: int, result: GenerateResult, expected: str | None) -> None:

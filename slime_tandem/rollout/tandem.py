@@ -18,7 +18,7 @@ from slime_tandem.errors import DataError, EngineError, explain
 from slime_tandem.rollout.boundaries import stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key, sampling_seed
 from slime_tandem.rollout.spelling import JuniorText
-from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FinishReason, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FinishReason, Message, Prompt, SampleKey, TandemSample
 
 ROLE = {SENIOR: "senior", JUNIOR: "junior"}
 _MAX_STOP_IDS = 64
@@ -127,6 +127,7 @@ class TandemWriter:
         self._scored = 0  # response tokens before this one have their senior log-prob
         self._runs: list[AuthorRun] = []
         self._inserted: list[tuple[int, int]] = []
+        self._messages: list[tuple[Message, ...]] = []
         self._fallback_runs: list[int] = []
         self._turn = bytearray()  # text of the current turn, for stop strings that cross a handoff
         self._cut = 0  # bytes at the end of the text that belong to a stop string
@@ -174,11 +175,12 @@ class TandemWriter:
             )
         writer._fallback_runs = list(sample.fallback_runs)
         starts = dict(sample.inserted)
+        turns = iter(sample.inserted_messages or [()] * len(sample.inserted))
         i = 0
         while i < len(sample.response_ids):
             if i in starts:
                 writer._finish = None
-                writer._insert(sample.response_ids[i : starts[i]])
+                writer._insert(sample.response_ids[i : starts[i]], next(turns))
                 i = starts[i]
             else:
                 writer._append(sample.response_ids[i], sample.log_probs[i])
@@ -354,22 +356,24 @@ class TandemWriter:
                 run, length = run + 1, 0
         return list(result.authors)
 
-    def insert(self, ids: Sequence[int]) -> None:
+    def insert(self, ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
         """Go on after a finished turn with text that nobody sampled (a tool's output), in the senior's ids.
 
-        The next run starts after it. The length cap counts it; a text that does not fit is cut there.
+        `messages`: the chat turns that the text shows, for teachers with another template (give them with every text, or
+        never). The next run starts after it. The length cap counts it; a text that does not fit is cut there.
         """
         assert self._finish == "stop", "text is inserted between turns"
         self._finish = None
-        self._insert(ids[: self.sampling.max_new_tokens - len(self.response_ids)])
+        self._insert(ids[: self.sampling.max_new_tokens - len(self.response_ids)], messages)
         if len(self.response_ids) >= self.sampling.max_new_tokens:
             self._finish = "length"
 
-    def _insert(self, ids: Sequence[int]) -> None:
+    def _insert(self, ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
         start = len(self.response_ids)
         if not ids:
             return
         self._inserted.append((start, start + len(ids)))
+        self._messages.append(tuple(messages))
         self.response_ids += ids
         self._authors += [0] * len(ids)
         self._log_probs += [0.0] * len(ids)
@@ -474,6 +478,7 @@ class TandemWriter:
             discarded_tokens=self._discarded,
             requests=self._requests,
             inserted=inserted,
+            inserted_messages=tuple(self._messages) if any(self._messages) else (),
             senior_log_probs=scores,
             fallback_runs=fallback,
         )

@@ -7,12 +7,23 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
-from slime_tandem.distill.scoring import Teacher, response_log_probs
+from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.scoring import (
+    Scoring,
+    Teacher,
+    TeacherPanel,
+    check_teacher,
+    combine,
+    describe_special,
+    response_log_probs,
+    student_candidates,
+)
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
-from slime_tandem.errors import EngineUnavailableError, TeacherScoreError
+from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, TeacherScoreError
 from slime_tandem.types import AlignedScores, AuthorRun, Message, Prompt, SampleKey, TandemSample
 
 # The student writes "ab" in two tokens, the teacher in one; ends of turn have other numbers.
@@ -59,7 +70,8 @@ def make_teacher(engine: ScriptedTeacher, max_batch: int = 128, max_tokens: int 
     def render(messages: Sequence[Message]) -> list[int]:
         return [5] * len(messages[0].content)
 
-    return Teacher(engine, TEACHER, render, encode, end_of_turn=0, max_batch=max_batch, max_tokens=max_tokens)
+    aligner = Aligner(STUDENT, TEACHER, end_of_turn=0)
+    return Teacher(engine, aligner, render, encode, max_batch=max_batch, max_tokens=max_tokens)
 
 
 def sample(i: int, ids: Sequence[int], prompt: str = "xyz") -> TandemSample:
@@ -71,7 +83,7 @@ def sample(i: int, ids: Sequence[int], prompt: str = "xyz") -> TandemSample:
 
 
 def score(teacher: Teacher, samples: Sequence[TandemSample]) -> list[AlignedScores | TeacherScoreError]:
-    return asyncio.run(teacher.score(samples, STUDENT))
+    return asyncio.run(teacher.score(samples))
 
 
 @pytest.mark.parametrize("include_start", [True, False])
@@ -83,7 +95,7 @@ def test_scores_land_on_the_students_positions(include_start: bool) -> None:
     # The teacher reads 5 5 5 | c ab c <end>: c at input position 3, ab at 4, c at 5, the end at 6.
     assert scores.log_probs.tolist() == [-0.03, 0.0, 0.0, -0.05, -0.06]
     assert scores.mask.tolist() == [True, False, False, True, True]
-    assert scores.unaligned == {"special": 0, "boundary": 2, "invalid_utf8": 0}
+    assert {reason: n for reason, n in scores.unaligned.items() if n} == {"boundary": 2}
     ((request,),) = engine.batches
     assert request.rid == "score-0-7-0"
     assert request.input_ids == (5, 5, 5, 2, 1, 2, 0)
@@ -96,7 +108,7 @@ def test_no_end_of_turn_is_added_to_an_unfinished_response() -> None:
     (scores,) = score(make_teacher(engine), [sample(0, [2, 4])])
     assert engine.batches[0][0].input_ids == (5, 5, 5, 2, 3)
     assert isinstance(scores, AlignedScores)
-    assert scores.unaligned == {"special": 0, "boundary": 0, "invalid_utf8": 1}
+    assert {reason: n for reason, n in scores.unaligned.items() if n} == {"invalid_utf8": 1}
 
 
 def test_an_empty_response_scores_nothing() -> None:
@@ -199,3 +211,218 @@ def test_a_sample_too_long_for_the_teacher_fails_alone_and_is_not_sent(max_batch
         assert str(got[i]).startswith(f"teacher request score-0-7-{i}='{n} tokens': expected at most 5, ")
         assert "Remedy: " in str(got[i])
     assert [r.rid for batch in engine.batches for r in batch] == ["score-0-7-0", "score-0-7-2"]
+
+
+# ---- what else a teacher can be asked ----
+
+
+class Listing(ScriptedTeacher):
+    """Also answers with a top list of the ids 1, 2, 3 (log-prob -id/10 - p/100 at position p), and with asked ids."""
+
+    def __init__(self, top: Sequence[int] = (1, 2, 3), drop: int | None = None) -> None:
+        super().__init__()
+        self.top, self.drop = top, drop
+
+    def value(self, p: int, token: int) -> float:
+        return -token / 10 - p / 100
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        out = []
+        for r, answer in zip(requests, await super().generate(requests), strict=True):
+            at = range(r.logprob_start_len, len(r.input_ids))
+            best = tuple(tuple((self.value(p, i), i) for i in self.top[: r.top_logprobs_num]) for p in at)
+            asked = tuple(tuple((self.value(p, i), i) for i in r.token_ids_logprob or () if i != self.drop) for p in at)
+            out.append(
+                dataclasses.replace(
+                    answer,
+                    input_top_logprobs=(None, *best[1:]) if r.top_logprobs_num else (),
+                    input_token_ids_logprobs=(None, *asked[1:]) if r.token_ids_logprob else (),
+                )
+            )
+        return out
+
+
+def test_candidates_of_the_teacher_come_in_the_students_ids() -> None:
+    """Teacher ids 1 (ab), 2 (c), 3 (U+FFFD): the student has c as 2, and neither of the others."""
+    engine = Listing()
+    (scores,) = asyncio.run(make_teacher(engine).score([sample(0, [2, 0, 1, 3])], Scoring(top_k=3)))
+    assert isinstance(scores, AlignedScores)
+    assert scores.candidates is not None
+    # Aligned are c (input position 3) and the end of turn (5); a and b are not.
+    assert scores.candidates.ids.tolist() == [[2, -1, -1], [-1] * 3, [-1] * 3, [2, -1, -1]]
+    assert scores.candidates.teacher_log_probs[[0, 3], 0] == pytest.approx([-0.23, -0.25])
+    assert np.isnan(scores.candidates.student_log_probs[0, 0]), "nobody asked the student"
+    assert engine.batches[0][0].top_logprobs_num == 3
+
+
+def test_candidates_of_the_student_get_exact_values() -> None:
+    """The student lists c (2), a (0) and its end (3); the teacher's own list has c; a and the end are asked for."""
+    engine = Listing(top=(2,))
+    tops = [[{2: -0.5, 0: -1.0, 3: -2.0}] * 2]
+    samples = [sample(0, [2, 3])]
+    scoring = Scoring(top_k=3, support="student")
+    (scores,) = asyncio.run(make_teacher(engine).score(samples, scoring, tops))
+    assert isinstance(scores, AlignedScores)
+    c = scores.candidates
+    assert c is not None
+    # Input: 5 5 5 c end. At position 3 the teacher's values are end(0): -0.03, c(2): -0.23, a(4): -0.43.
+    assert c.ids.tolist() == [[3, 2, 0], [3, 2, 0]]
+    assert c.teacher_log_probs[0] == pytest.approx([-0.03, -0.23, -0.43])
+    assert c.student_log_probs[0].tolist() == [-2.0, -0.5, -1.0]
+    exact = engine.batches[1][0]
+    assert exact.token_ids_logprob == (0, 4), "only what the list does not tell"
+    assert (exact.input_ids, exact.logprob_start_len) == ((5, 5, 5, 2, 0), 2)
+    both = asyncio.run(make_teacher(engine).score(samples, Scoring(top_k=3, support="union"), tops))[0]
+    assert isinstance(both, AlignedScores)
+    assert both.candidates is not None
+    assert both.candidates.ids.shape == (2, 6)
+    assert set(both.candidates.ids[0].tolist()) == {0, 2, 3, -1}
+
+
+def test_long_responses_are_asked_for_in_windows() -> None:
+    engine = Listing(top=(2,))
+    n = 70
+    tops = [[{0: -1.0}] * n]
+    (scores,) = asyncio.run(make_teacher(engine).score([sample(0, [2] * n)], Scoring(top_k=1, support="student"), tops))
+    assert isinstance(scores, AlignedScores)
+    assert scores.candidates is not None
+    assert (scores.candidates.ids[:, 0] == 0).all()
+    want = [engine.value(3 + i, 4) for i in range(n)]
+    assert scores.candidates.teacher_log_probs[:, 0] == pytest.approx(want)
+    windows = engine.batches[1]
+    assert [(len(r.input_ids), r.logprob_start_len) for r in windows] == [(35, 2), (67, 34), (73, 66)]
+
+
+def test_a_candidate_without_an_answer_fails_the_sample() -> None:
+    tops = [[{0: -1.0}]]
+    teacher = make_teacher(Listing(top=(2,), drop=4))
+    (error,) = asyncio.run(teacher.score([sample(0, [2])], Scoring(top_k=1, support="student"), tops))
+    assert isinstance(error, TeacherScoreError)
+    assert "response position 0" in str(error)
+    no_list = asyncio.run(make_teacher(ScriptedTeacher()).score([sample(0, [2])], Scoring(top_k=2)))[0]
+    assert isinstance(no_list, TeacherScoreError)
+    assert "0 lists" in str(no_list)
+
+
+def test_the_student_is_asked_for_its_own_lists() -> None:
+    engine = Listing(top=(1, 2))
+    (top,) = asyncio.run(student_candidates(engine, [sample(0, [2, 2])], 2))
+    assert top == [
+        {1: pytest.approx(-0.11), 2: pytest.approx(-0.21)},
+        {1: pytest.approx(-0.12), 2: pytest.approx(-0.22)},
+    ]
+    assert engine.batches[0][0].input_ids == (9, 2, 2)
+    (error,) = asyncio.run(student_candidates(ScriptedTeacher(), [sample(0, [2])], 2))
+    assert isinstance(error, TeacherScoreError)
+    assert str(error).startswith("senior answer")
+
+
+# ---- several teachers ----
+
+
+def panel_teacher(name: str, **options: object) -> Teacher:
+    return dataclasses.replace(make_teacher(ScriptedTeacher()), name=name, **options)
+
+
+def task_sample(task: str, **metadata: object) -> TandemSample:
+    s = sample(0, [2, 3])
+    return dataclasses.replace(s, prompt=dataclasses.replace(s.prompt, task=task, metadata=metadata))
+
+
+def test_routing_by_name_then_task_then_the_rest() -> None:
+    math = panel_teacher("math", tasks=frozenset({"sum", "product"}))
+    code = panel_teacher("code", tasks=frozenset({"python"}))
+    rest, other = panel_teacher("rest"), panel_teacher("other")
+    panel = TeacherPanel([math, code, rest, other])
+
+    def names(s: TandemSample) -> list[str]:
+        return [t.name for t in panel.route(s)]
+
+    assert names(task_sample("sum")) == ["math"]
+    assert names(task_sample("python")) == ["code"]
+    assert names(task_sample("poem")) == ["rest", "other"]
+    assert names(task_sample("sum", teacher="code")) == ["code"]
+    assert names(task_sample("sum", teacher=["rest", "math"])) == ["math", "rest"]
+    with pytest.raises(DataError, match=r"metadata.teacher of prompt p='judge': expected names among math, code"):
+        panel.route(task_sample("sum", teacher="judge"))
+    with pytest.raises(DataError, match=r"opd.teachers=.*expected one for task 'poem'"):
+        TeacherPanel([math, code]).route(task_sample("poem"))
+    with pytest.raises(DataError, match="a name of its own"):
+        TeacherPanel([math, math])
+
+
+def test_a_panel_asks_each_teacher_for_its_samples_only() -> None:
+    a, b = panel_teacher("a", tasks=frozenset({"x"})), panel_teacher("b")
+    samples = [dataclasses.replace(task_sample(t), key=SampleKey(0, 7, i)) for i, t in enumerate("xyx")]
+    scores = asyncio.run(TeacherPanel([a, b]).score(samples))
+    assert all(isinstance(s, AlignedScores) for s in scores)
+    assert [[r.rid for r in batch] for batch in a.engine.batches] == [["score-0-7-0", "score-0-7-2"]]  # type: ignore[attr-defined]
+    assert [[r.rid for r in batch] for batch in b.engine.batches] == [["score-0-7-1"]]  # type: ignore[attr-defined]
+
+
+def test_several_teachers_of_a_sample_are_one_weighted_teacher() -> None:
+    """One sees the prompt as three tokens, the other as one, so that their values differ."""
+    a = panel_teacher("a", weight=3.0)
+    b = panel_teacher("b", render=lambda messages: [5])
+    (mixed,) = asyncio.run(TeacherPanel([a, b]).score([sample(0, [2, 3])]))
+    assert isinstance(mixed, AlignedScores)
+    assert mixed.log_probs == pytest.approx([(3 * -0.03 - 0.01) / 4, (3 * -0.04 - 0.02) / 4])
+    spoilt = dataclasses.replace(b, engine=ScriptedTeacher({0: FAULTS["no ids"][0]}))
+    (error,) = asyncio.run(TeacherPanel([a, spoilt]).score([sample(0, [2, 3])]))
+    assert isinstance(error, TeacherScoreError)
+    assert str(error).startswith("b answer")
+    with pytest.raises(DataError, match=r"opd\.signal"):
+        asyncio.run(
+            TeacherPanel(
+                [panel_teacher("a", engine=Listing()), panel_teacher("b", engine=Listing())], Scoring(top_k=2)
+            ).score([sample(0, [2, 3])])
+        )
+
+
+def test_a_position_counts_where_any_teacher_has_a_value() -> None:
+    one = panel_teacher("one")
+    views = [asyncio.run(one.score([sample(0, ids)]))[0] for ids in ([2, 0, 1],)]
+    assert isinstance(views[0], AlignedScores)
+    same = dataclasses.replace(
+        views[0], log_probs=np.array([-9.0, -8.0, 0.0]), mask=np.array([True, True, False]), unaligned={"boundary": 1}
+    )
+    mixed = combine([(1.0, views[0]), (1.0, same)])
+    assert mixed.log_probs == pytest.approx([(-9 - 0.03) / 2, -8.0, 0.0])
+    assert mixed.mask.tolist() == [True, True, False]
+    assert mixed.unaligned["boundary"] == 1
+
+
+# ---- turns, and the check at the start ----
+
+
+def test_between_turns_the_teacher_reads_its_own_markup() -> None:
+    """c, end | the student's markup of a tool's answer | c, end; the teacher's template writes end 1 4 there."""
+    engine = ScriptedTeacher()
+    told = (Message("tool", "b"),)
+    teacher = dataclasses.replace(make_teacher(engine), bridge=lambda messages: [0, 1, 4] if messages == told else [])
+    plain = sample(0, [2, 3, 1, 1, 2, 3])
+    turns = dataclasses.replace(plain, inserted=((2, 4),), inserted_messages=(told,))
+    (scores,) = score(teacher, [turns])
+    assert engine.batches[0][0].input_ids == (5, 5, 5, 2, 0, 1, 4, 2, 0)
+    assert isinstance(scores, AlignedScores)
+    assert scores.mask.tolist() == [True, True, False, False, True, True]
+    assert scores.log_probs.tolist() == [-0.03, -0.04, 0.0, 0.0, -0.07, -0.08]
+    assert scores.unaligned["inserted"] == 2
+    with pytest.raises(DataError, match="inserted_messages='1 entries': expected one per inserted span"):
+        dataclasses.replace(plain, inserted_messages=(told,))
+
+
+def test_a_teacher_that_cannot_work_is_told_at_the_start() -> None:
+    letters = TokenBytes(tuple(bytes([b]) for b in range(256)), frozenset(), frozenset())
+    student = TokenBytes((*letters.table, None), frozenset({256}), frozenset({256}), {256: "<|im_end|>"})
+    teacher = TokenBytes((*letters.table, None), frozenset({256}), frozenset({256}), {256: "<|eot_id|>"})
+
+    def make(encode: Callable[[str], list[int]]) -> Teacher:
+        aligner = Aligner(student, teacher, end_of_turn=256)
+        return Teacher(ScriptedTeacher(), aligner, lambda messages: [1], encode)
+
+    good = make(lambda text: list(text.encode()))
+    check_teacher(good)
+    assert "256 <|im_end|> (eos, turn_end) -> 256 <|eot_id|>" in describe_special(good)
+    with pytest.raises(ModelError, match=r"tokenizer of teacher=.*expected ids that spell"):
+        check_teacher(make(lambda text: list(text.upper().encode())))

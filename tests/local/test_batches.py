@@ -43,13 +43,13 @@ def config(*overrides: str) -> RunConfig:
     return RunConfig.load(overrides=overrides)
 
 
-def test_weights_are_the_authorship_and_the_opd_mask_is_senior_and_aligned() -> None:
+def test_weights_are_the_authorship_and_the_opd_weights_is_senior_and_aligned() -> None:
     senior = (-0.5, -2.0, -0.5)
     samples = [scored(0, 1.0, senior_log_probs=senior), scored(0, 0.0, senior_log_probs=senior)]
     rows, metrics = build_rows(samples, config("tandem.junior_token_loss_weight=0.25"))
     assert rows[0].old_log_probs.tolist() == [-0.5, -2.0, -0.5], "the ratio of a junior token is the senior's own"
     assert rows[0].weights.tolist() == [1.0, 0.25, 1.0]
-    assert rows[0].opd_mask.tolist() == [1.0, 0.0, 0.0]
+    assert rows[0].opd_weights.tolist() == [1.0, 0.0, 0.0]
     assert rows[0].teacher_log_probs.tolist() == [-0.25, -0.25, 0.0]
     assert [r.advantage for r in rows] == [0.5, -0.5]
     assert rows[0].tokens == (1, 2, 3, 4, 5)
@@ -65,7 +65,7 @@ def test_junior_tokens_with_weight_need_the_seniors_log_probs() -> None:
 
 def test_a_failed_sample_loses_its_opd_signal_only() -> None:
     rows, metrics = build_rows([scored(0, 1.0, teacher=False), scored(0, 0.0)], config())
-    assert rows[0].opd_mask.tolist() == [0.0, 0.0, 0.0]
+    assert rows[0].opd_weights.tolist() == [0.0, 0.0, 0.0]
     assert rows[0].weights.tolist() == [1.0, 0.0, 1.0]
     assert metrics["opd/failed_samples"] == 1.0
 

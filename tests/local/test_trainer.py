@@ -97,7 +97,7 @@ def test_prompt_length_of_others_and_micro_batches_change_nothing(trio) -> None:
     one_by_one = gradient(trio, config("train.micro_batch_tokens=1"), rows)
     assert largest(whole, one_by_one) < 1e-5 * max(1.0, largest(whole))
     # A row with a long prompt and no weight pads all others in its micro-batch and must not change their gradient.
-    filler = replace(rows[0], tokens=tuple(range(3, 120)), weights=np.zeros(3), opd_mask=np.zeros(3))
+    filler = replace(rows[0], tokens=tuple(range(3, 120)), weights=np.zeros(3), opd_weights=np.zeros(3))
     assert largest(whole, gradient(trio, cfg, [*rows, filler])) < 1e-5 * max(1.0, largest(whole))
 
 

@@ -42,7 +42,7 @@ def random_batch(seed: int, T: int = 12, *, spread: float = 0.3) -> tuple[Tensor
         old_log_probs=old,
         advantages=normal(1.0),
         weights=senior,
-        opd_mask=aligned,
+        opd_weights=aligned,
         teacher_log_probs=(old + normal(1.5)) * aligned,
         ref_log_probs=old + normal(0.2),
     )
@@ -50,7 +50,7 @@ def random_batch(seed: int, T: int = 12, *, spread: float = 0.3) -> tuple[Tensor
 
 
 def denominators(batch: PackedTokens) -> Denominators:
-    return Denominators(max(float(batch.weights.sum()), 1e-8), max(float(batch.opd_mask.sum()), 1e-8))
+    return Denominators(max(float(batch.weights.sum()), 1e-8), max(float(batch.opd_weights.sum()), 1e-8))
 
 
 def loss_and_grad(
@@ -70,7 +70,10 @@ def loss_and_grad(
 
 def take(batch: PackedTokens, index: Tensor) -> PackedTokens:
     return PackedTokens(
-        **{f.name: getattr(batch, f.name)[index] for f in dataclasses.fields(batch)}  # every field is [T] here
+        **{
+            f.name: None if (value := getattr(batch, f.name)) is None else value[index]
+            for f in dataclasses.fields(batch)  # every field is [T, ...]
+        }
     )
 
 
@@ -180,10 +183,10 @@ def test_switches_and_coefficients() -> None:
 def test_the_gradient_is_exactly_zero_where_nothing_is_learnt(seed: int) -> None:
     log_probs, entropy, batch = random_batch(seed)
     _, grad, _ = loss_and_grad(log_probs, entropy, batch)
-    assert (grad[(batch.weights == 0) & (batch.opd_mask == 0)] == 0).all(), "junior tokens"
+    assert (grad[(batch.weights == 0) & (batch.opd_weights == 0)] == 0).all(), "junior tokens"
     only_opd = dataclasses.replace(batch, advantages=torch.zeros_like(batch.advantages), ref_log_probs=None)
     _, grad, _ = loss_and_grad(log_probs, entropy, only_opd)
-    assert (grad[batch.opd_mask == 0] == 0).all(), "unaligned tokens, for the teacher's term"
+    assert (grad[batch.opd_weights == 0] == 0).all(), "unaligned tokens, for the teacher's term"
 
 
 @laws
@@ -191,12 +194,12 @@ def test_the_gradient_is_exactly_zero_where_nothing_is_learnt(seed: int) -> None
 def test_values_on_masked_tokens_do_not_matter(seed: int) -> None:
     log_probs, entropy, batch = random_batch(seed)
     loss, grad, metrics = loss_and_grad(log_probs, entropy, batch)
-    junior = (batch.weights == 0) & (batch.opd_mask == 0)
+    junior = (batch.weights == 0) & (batch.opd_weights == 0)
     other = dataclasses.replace(
         batch,
         old_log_probs=torch.where(junior, batch.old_log_probs - 3, batch.old_log_probs),
         advantages=torch.where(junior, 99.0, batch.advantages),
-        teacher_log_probs=torch.where(batch.opd_mask > 0, batch.teacher_log_probs, -4.0),
+        teacher_log_probs=torch.where(batch.opd_weights > 0, batch.teacher_log_probs, -4.0),
     )
     changed = loss_and_grad(torch.where(junior, log_probs - 5, log_probs), entropy, other)
     assert changed[0] == loss
@@ -237,9 +240,9 @@ def test_the_size_of_one_mask_does_not_change_the_other_terms(seed: int) -> None
     """Fewer senior tokens must not shrink the teacher's term, nor fewer aligned tokens the reward's."""
     log_probs, entropy, batch = random_batch(seed)
     _, _, metrics = loss_and_grad(log_probs, entropy, batch)
-    fewer_aligned = dataclasses.replace(batch, opd_mask=torch.zeros_like(batch.opd_mask))
+    fewer_aligned = dataclasses.replace(batch, opd_weights=torch.zeros_like(batch.opd_weights))
     assert loss_and_grad(log_probs, entropy, fewer_aligned)[2]["pg_loss"] == metrics["pg_loss"]
-    weights = batch.opd_mask.clone()
+    weights = batch.opd_weights.clone()
     only_aligned = dataclasses.replace(batch, weights=weights)
     assert loss_and_grad(log_probs, entropy, only_aligned)[2]["opd_loss"] == metrics["opd_loss"]
     # Doubling every token leaves all means as they are.
@@ -297,7 +300,7 @@ def test_the_kl_term_keeps_to_its_own_weights() -> None:
 def test_a_micro_batch_without_weight_is_zero_not_nan() -> None:
     log_probs, entropy, batch = random_batch(1)
     nothing = torch.zeros_like(batch.weights)
-    empty = dataclasses.replace(batch, weights=nothing, opd_mask=nothing)
+    empty = dataclasses.replace(batch, weights=nothing, opd_weights=nothing)
     loss, grad, metrics = loss_and_grad(log_probs, entropy, empty)
     assert loss == 0.0
     assert (grad == 0).all()

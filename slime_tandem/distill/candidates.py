@@ -1,0 +1,213 @@
+"""What else might have been written at each position: top-K lists of student and teacher, in the student's ids.
+
+A token is the same on both sides if its bytes are, or its role; others have no entry, and their mass counts as the rest. Exact
+log-probs of given ids come from the engine: SGLang takes one id list per request (`token_ids_logprob`), so a response is asked
+for in windows of positions, each with the ids that are missing there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from slime_tandem.config import Support
+from slime_tandem.distill.alignment import Aligner, Alignment
+from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.types import Candidates, IntArray
+
+_WINDOW = 32
+"""Positions per request for exact log-probs: the answer holds a value for every asked id at every position of it."""
+
+LogProbsById = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """The token of the other vocabulary with the same bytes or the same role, -1 for none; one array per direction.
+
+    >>> from slime_tandem.distill.token_bytes import TokenBytes
+    >>> s = TokenBytes((b"a", b"b", None), frozenset({2}), frozenset({2}), {2: "<|im_end|>"})
+    >>> t = TokenBytes((None, b"b"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
+    >>> twins = Twins(Aligner(s, t, end_of_turn=0))
+    >>> twins.teacher_of.tolist(), twins.student_of.tolist()
+    ([-1, 1, 0], [2, 1])
+    """
+
+    aligner: Aligner
+
+    @cached_property
+    def teacher_of(self) -> IntArray:
+        """[V of the student]: the teacher's id."""
+        a = self.aligner
+        if a.same_vocabulary:
+            return np.arange(len(a.student.table))
+        by_bytes = {data: i for i, data in reversed(list(enumerate(a.teacher.table))) if data}
+        out = [by_bytes.get(data, -1) if data else -1 for data in a.student.table]
+        for i, target in a.special.ids.items():
+            if i < len(out):
+                out[i] = target
+        return np.array(out, dtype=np.int64)
+
+    @cached_property
+    def student_of(self) -> IntArray:
+        """[V of the teacher]: the student's id; of several ends of turn the lowest."""
+        out = np.full(len(self.aligner.teacher.table), -1, dtype=np.int64)
+        for i in range(len(self.teacher_of) - 1, -1, -1):
+            target = self.teacher_of[i]
+            if 0 <= target < len(out):
+                out[target] = i
+        return out
+
+
+def top_of(result: GenerateResult, n: int, role: str) -> list[dict[int, float]]:
+    """The last `n` positions' top lists of a scored input, as {id: log-prob}; raises TeacherScoreError for an unusable one."""
+    lists = result.input_top_logprobs[-n:] if n else ()
+    return [_checked(entry, result.rid, position, role) for position, entry in _exactly(lists, n, result.rid, role)]
+
+
+def _exactly(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -> list[tuple[int, TopLogProbs | None]]:
+    if len(lists) < n:
+        raise TeacherScoreError(
+            explain(
+                f"{role} answer {rid}", f"{len(lists)} lists", f"one for each of {n} tokens", f"see the {role}'s log"
+            )
+        )
+    return list(enumerate(lists))
+
+
+def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for value, token in entry or ():
+        if value is None or not math.isfinite(value) or value > 1e-4:
+            raise TeacherScoreError(
+                explain(
+                    f"{role} answer {rid}, response position {position}, candidate {token}",
+                    value,
+                    "a finite log-probability of at most 0",
+                    f"the {role}'s server is faulty or gives the token no probability at all",
+                )
+            )
+        out[int(token)] = min(float(value), 0.0)
+    if not out:
+        raise TeacherScoreError(
+            explain(
+                f"{role} answer {rid}, response position {position}",
+                entry,
+                "a list of candidates",
+                f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
+            )
+        )
+    return out
+
+
+async def exact_log_probs(
+    engine: Engine,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    wanted: Sequence[frozenset[int]],
+    *,
+    rid: str,
+    role: str,
+    window: int = _WINDOW,
+) -> list[dict[int, float]]:
+    """Log-probs (nats, temperature 1) of the `wanted` ids at every position of `response` [R], exact.
+
+    One request per `window` positions that want something. Raises TeacherScoreError for an answer that lacks one.
+    """
+    assert len(wanted) == len(response)
+    requests: list[GenerateRequest] = []
+    spans: list[tuple[int, int]] = []
+    for start in range(0, len(response), window):
+        stop = min(start + window, len(response))
+        ids = frozenset().union(*wanted[start:stop])
+        if not ids:
+            continue
+        requests.append(
+            GenerateRequest(
+                rid=f"{rid}-at-{start}",
+                input_ids=(*prompt, *response[:stop]),
+                max_new_tokens=0,
+                logprob_start_len=len(prompt) + start - 1,
+                token_ids_logprob=tuple(sorted(ids)),
+            )
+        )
+        spans.append((start, stop))
+    out: list[dict[int, float]] = [{} for _ in response]
+    for (start, stop), result in zip(spans, await engine.generate(requests), strict=True):
+        n = stop - start
+        for at, entry in _exactly(result.input_token_ids_logprobs[-n:], n, result.rid, role):
+            known = _checked(entry, result.rid, start + at, role)
+            missing = wanted[start + at] - known.keys()
+            if missing:
+                raise TeacherScoreError(
+                    explain(
+                        f"{role} answer {result.rid}, response position {start + at}",
+                        f"no log-prob of id {min(missing)}",
+                        "one for every id that was asked for",
+                        f"see the {role}'s log",
+                    )
+                )
+            out[start + at] = {i: known[i] for i in wanted[start + at]}
+    return out
+
+
+def missing_on(
+    own: Sequence[LogProbsById],
+    other: Sequence[LogProbsById],
+    twin: IntArray,
+    at: Sequence[int],
+    partner: Sequence[int],
+) -> list[frozenset[int]]:
+    """Per position of `own`: ids that `other` lists there (through `twin`) and `own` does not; pairs `at` -> `partner`."""
+    wanted: list[frozenset[int]] = [frozenset()] * len(own)
+    for i, j in zip(at, partner, strict=True):
+        twins = {int(twin[t]) for t in other[j] if 0 <= t < len(twin)} - {-1}
+        wanted[i] = frozenset(twins - own[i].keys())
+    return wanted
+
+
+def gather_candidates(
+    aligned: Alignment,
+    twins: Twins,
+    support: Support,
+    k: int,
+    teacher: Sequence[LogProbsById],
+    student: Sequence[LogProbsById] | None,
+) -> Candidates:
+    """The [R, K] arrays (2K wide with `union`) at paired positions, most likely under the teacher first; elsewhere none.
+
+    `teacher` [Rt] and `student` [R] hold what is known, by each one's own ids: top-K lists, and exact values beyond them. A
+    candidate of the support whose teacher value is not known is a bug of the caller.
+    """
+    R, width = len(aligned.teacher_index), 2 * k if support == "union" else k
+    ids = np.full((R, width), -1, dtype=np.int64)
+    t_lp, s_lp = np.zeros((R, width)), np.zeros((R, width))
+    for i in np.flatnonzero(aligned.teacher_index >= 0).tolist():
+        known_t = teacher[int(aligned.teacher_index[i])]
+        known_s: LogProbsById = {} if student is None else student[i]
+        chosen: dict[int, float] = {}
+        if support != "student":
+            for token, value in _best(known_t, k):
+                twin = int(twins.student_of[token]) if token < len(twins.student_of) else -1
+                if twin >= 0:
+                    chosen[twin] = value
+        if support != "teacher":
+            assert student is not None
+            for token, _ in _best(known_s, k):
+                twin = int(twins.teacher_of[token]) if token < len(twins.teacher_of) else -1
+                # Several ends of turn share one twin: its mass must not count twice.
+                if twin >= 0 and int(twins.student_of[twin]) == token:
+                    chosen[token] = known_t[twin]
+        for column, (token, value) in enumerate(_best(chosen, width)):
+            ids[i, column], t_lp[i, column] = token, value
+            s_lp[i, column] = known_s.get(token, math.nan)
+    return Candidates(ids, t_lp, s_lp)
+
+
+def _best(known: LogProbsById, k: int) -> list[tuple[int, float]]:
+    return sorted(known.items(), key=lambda item: (-item[1], item[0]))[:k]
