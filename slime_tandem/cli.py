@@ -1,4 +1,4 @@
-"""The command line: `slime-tandem train | eval | report | config | serve | pretrain | fetch-model`.
+"""The command line: `slime-tandem train | eval | align | score | report | config | serve | pretrain | fetch-model`.
 
 Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
 (`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 130 for Ctrl-C; 1 when the reader of the output went away, and for a fault
@@ -21,8 +21,17 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from slime_tandem import __version__
-from slime_tandem.config import RunConfig, Strategy, TaskSpec, choices_of, fields_of
-from slime_tandem.errors import ConfigError, RunDirError, TandemError, explain, explain_os_error
+from slime_tandem.config import (
+    AlignmentPolicy,
+    RunConfig,
+    Strategy,
+    TaskSpec,
+    TeacherSpec,
+    Thinking,
+    choices_of,
+    fields_of,
+)
+from slime_tandem.errors import ConfigError, DataError, RunDirError, TandemError, explain, explain_os_error
 from slime_tandem.signals import terminate_as_interrupt
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
@@ -36,10 +45,14 @@ def _settings_help() -> str:
         lines.append(f"      {text}")
         if options := choices_of(name):
             lines.append(f"      one of: {', '.join(options)}")
-    lines.append("each entry of `tasks`:")
-    for name, default, text in fields_of(TaskSpec, "tasks[]."):
-        lines.append(f"  {name} = {_brief(default)}" if default is not PydanticUndefined else f"  {name} (required)")
-        lines.append(f"      {text}")
+    entries: tuple[tuple[str, type[BaseModel]], ...] = (("tasks", TaskSpec), ("opd.teachers", TeacherSpec))
+    for where, entry in entries:
+        lines.append(f"each entry of `{where}`:")
+        for name, default, text in fields_of(entry, f"{where}[]."):
+            lines.append(
+                f"  {name} = {_brief(default)}" if default is not PydanticUndefined else f"  {name} (required)"
+            )
+            lines.append(f"      {text}")
     return "\n".join(lines).replace("%", "%%")
 
 
@@ -97,6 +110,49 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", metavar="FILE", help="also write the figures as JSON")
     sub.add_argument("--plot", metavar="FILE", help="also draw them, as one self-contained SVG")
     sub.set_defaults(action=_eval)
+
+    sub = command(
+        "align",
+        "How a teacher's tokenizer cuts what a student's writes: special tokens, coverage, unaligned spans in colour.",
+    )
+    for role in ("student", "teacher"):
+        sub.add_argument(
+            f"--{role}",
+            required=True,
+            metavar="TOKENIZER",
+            help="folder, tokenizer.json, tekken.json, *.model, builtin:<role>",
+        )
+    sub.add_argument(
+        "file", metavar="FILE", nargs="?", help="text, - for standard input (none: a sample of several kinds)"
+    )
+    sub.add_argument(
+        "--ids", action="store_true", help="FILE holds a JSON list of the student's token ids instead of text"
+    )
+    sub.add_argument("--limit", type=int, default=400, help="tokens of the text that are shown")
+    sub.add_argument("--thinking", choices=get_args(Thinking), default="keep", help="how the teacher meets thinking")
+    sub.add_argument("--cache-dir", default=".cache/models", help="where built-in checkpoints are")
+    sub.add_argument("--trust-remote-code", action="store_true", help="run Python code that a folder brings")
+    sub.set_defaults(action=_align)
+
+    sub = command("score", "A teacher's log-probs of the responses in a JSONL file, at the student's positions.")
+    sub.add_argument("file", metavar="FILE", help="lines with messages (or prompt) and response_ids (or response)")
+    sub.add_argument("--output", required=True, metavar="FILE", help="JSONL to write; appears when all is done")
+    sub.add_argument(
+        "--student", required=True, metavar="MODEL", help="whose ids the responses are in: folder or builtin:<role>"
+    )
+    sub.add_argument("--teacher", required=True, metavar="MODEL", help="who scores: folder or builtin:<role>")
+    sub.add_argument("--teacher-url", metavar="URL", help="use this running server of it (none: start one)")
+    sub.add_argument("--policy", choices=get_args(AlignmentPolicy), default="strict", help="as opd.alignment")
+    sub.add_argument("--top-k", type=int, default=0, help="also the teacher's most likely tokens at each position")
+    sub.add_argument("--thinking", choices=get_args(Thinking), default="keep", help="how the teacher meets thinking")
+    sub.add_argument("--template-kwargs", metavar="JSON", default="{}", help="variables of the teacher's chat template")
+    sub.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="weights of a server started here"
+    )
+    sub.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
+    sub.add_argument("--cache-dir", default=".cache/models", help="where built-in checkpoints are")
+    sub.add_argument("--trust-remote-code", action="store_true", help="run Python code that a folder brings")
+    sub.set_defaults(action=_score)
 
     sub = command("report", "Write report.html of a run and print its table.")
     sub.add_argument("run", metavar="RUN", help="run folder, runs/<name>")
@@ -191,6 +247,99 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
+_SAMPLE = """The quick brown fox counts: 12 + 345 = 357, and 3.14159 * 2 = 6.28318.
+
+两个分词器把同一段文字切成不同的词元。🚀 cafe\u0301, שלום, مرحبا
+
+def area(radius: float) -> float:
+    return 3.14159 * radius ** 2
+"""
+
+
+def _align(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from slime_tandem.distill.alignment import Aligner
+    from slime_tandem.distill.scoring import describe_special
+    from slime_tandem.distill.show import coloured, coverage_table, reasons_line
+    from slime_tandem.local.text_tokenizer import load_response, load_text_tokenizer, sample_ids
+
+    _positive("--limit", args.limit)
+    if args.ids and args.file is None:
+        raise ConfigError(explain("--ids", "without FILE", "a file of ids", "name the file, or - for standard input"))
+    trust, cache = args.trust_remote_code, Path(args.cache_dir)
+    student = load_text_tokenizer(args.student, cache, trust_remote_code=trust)
+    teacher = load_text_tokenizer(args.teacher, cache, trust_remote_code=trust)
+    text = _SAMPLE if args.file is None else _read_text(args.file)
+    ids = load_response(text, args.file) if args.ids else sample_ids(student, text)
+    aligner = Aligner(student.tokens, teacher.tokens, end_of_turn=teacher.end_of_turn, thinking=args.thinking)
+    aligned = aligner.align(aligner.write(ids, teacher.encode))
+    console = Console(highlight=False, soft_wrap=True)
+    print(describe_special(aligner))
+    console.print(coverage_table(aligned, f"{student.name} <- {teacher.name}"))
+    console.print(reasons_line(aligned))
+    console.print(coloured(ids, aligned, student.show, args.limit))
+    return 0
+
+
+def _read_text(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(explain("FILE", name, f"a readable UTF-8 text ({error})", "check the path")) from None
+
+
+def _positive(flag: str, value: int, least: int = 1) -> None:
+    if value < least:
+        raise ConfigError(explain(flag, value, f"at least {least}", "raise it"))
+
+
+def _score(args: argparse.Namespace) -> int:
+    from slime_tandem.local.score import ScoreJob, score_file
+
+    _writable("--output", args.output)
+    _positive("--top-k", args.top_k, 0)
+    try:
+        kwargs = json.loads(args.template_kwargs)
+        if not isinstance(kwargs, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ConfigError(
+            explain(
+                "--template-kwargs", args.template_kwargs, f"a JSON object ({error})", 'e.g. {"enable_thinking": false}'
+            )
+        ) from None
+    result = score_file(
+        ScoreJob(
+            Path(args.file),
+            Path(args.output),
+            args.student,
+            args.teacher,
+            Path(args.cache_dir),
+            teacher_url=args.teacher_url,
+            policy=args.policy,
+            top_k=args.top_k,
+            thinking=args.thinking,
+            template_kwargs=kwargs,
+            api_key=_key(args.api_key_env),
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
+    )
+    share = "no token" if result.coverage is None else f"{result.coverage:.1%} of the tokens with a value"
+    print(f"{args.output}: {result.lines} responses, {result.failed} without scores, {share}")
+    return 0
+
+
+def _key(name: str | None) -> str | None:
+    if not name:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(explain("--api-key-env", name, "a variable that is set", "export it first"))
+    return key
+
+
 def _writable(flag: str, name: str | None) -> None:
     """Refuse a file that cannot be written before the work, not after it."""
     if name is not None and (Path(name).is_dir() or not Path(name).parent.is_dir()):
@@ -228,11 +377,7 @@ def _serve(args: argparse.Namespace) -> int:
     from slime_tandem.engines.embedded import serve
     from slime_tandem.local.pretrain import resolve_model
 
-    key = None
-    if args.api_key_env:
-        key = os.environ.get(args.api_key_env)
-        if not key:
-            raise ConfigError(explain("--api-key-env", args.api_key_env, "a variable that is set", "export it first"))
+    key = _key(args.api_key_env)
     if args.fused:
         return _serve_fused(args, key)
     if args.model is None or args.sglang_args:

@@ -612,6 +612,7 @@ def choices_of(name: str) -> tuple[str, ...]:
 def _problems(error: ValidationError) -> Iterator[str]:
     defaults = {name: default for name, default, _ in fields_of()}
     known = list(defaults) + list(RunConfig.model_fields) + [f"tasks.{n}" for n in TaskSpec.model_fields]
+    known += [f"opd.teachers.{n}" for n in TeacherSpec.model_fields]
     items = error.errors(include_url=False)
     for item in items:
         if item["type"] == "too_short" and any(other["loc"][:1] == item["loc"] != other["loc"] for other in items):

@@ -413,21 +413,21 @@ def check_teacher(teacher: Teacher) -> None:
         )
 
 
-def describe_special(teacher: Teacher) -> str:
+def describe_special(aligner: Aligner, name: str = "teacher") -> str:
     """What stands for each special token that has a role, a line each; how many others are masked.
 
     >>> from slime_tandem.distill.token_bytes import TokenBytes
     >>> s = TokenBytes((b"a", None, None), frozenset({1, 2}), frozenset({1}), {1: "<|im_end|>", 2: "<|extra|>"})
     >>> t = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
-    >>> print(describe_special(Teacher(None, Aligner(s, t, end_of_turn=0), lambda m: [], lambda t: [])))
+    >>> print(describe_special(Aligner(s, t, end_of_turn=0)))
     special tokens, student -> teacher:
       1 <|im_end|> (eos, turn_end) -> 0 <|eot_id|>
       1 more without a role or a counterpart: masked where they are sampled
     """
-    if teacher.aligner.same_vocabulary:
-        return f"special tokens, student -> {teacher.name}: the same vocabulary"
-    rows = teacher.aligner.special.rows
-    lines = [f"special tokens, student -> {teacher.name}:", *(f"  {row}" for row in rows if row.roles)]
+    if aligner.same_vocabulary:
+        return f"special tokens, student -> {name}: the same vocabulary"
+    rows = aligner.special.rows
+    lines = [f"special tokens, student -> {name}:", *(f"  {row}" for row in rows if row.roles)]
     others = sum(not row.roles and row.teacher_id is None for row in rows)
     if others:
         lines.append(f"  {others} more without a role or a counterpart: masked where they are sampled")

@@ -113,7 +113,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
             with team:
                 for teacher in team.panel.teachers if team.teacher_specs else ():
-                    print(describe_special(teacher), file=sys.stderr, flush=True)
+                    print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
                 _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)

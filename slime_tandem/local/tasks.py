@@ -304,11 +304,12 @@ def _parse_line(line: str, where: str) -> Prompt:
         raise DataError(explain(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`"))
     if not isinstance(metadata, dict):
         raise DataError(explain(f"{where} metadata", metadata, "an object", "leave it out if there is none"))
-    messages = _parse_messages(row[key], f"{where} {key}", may_be_text=key == "prompt")
+    messages = parse_messages(row[key], f"{where} {key}", may_be_text=key == "prompt")
     return _make_prompt(task, messages, str(label), metadata)
 
 
-def _parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:
+def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:
+    """Chat turns of a JSON value: a list of {role, content}, or a text where that may be; raises DataError naming `where`."""
     if may_be_text and isinstance(value, str) and value.strip():
         return (Message("user", value),)
     expected = "a non-empty string or a list of messages" if may_be_text else "a list of messages"

@@ -43,10 +43,23 @@ _DYING_S = 5.0
 
 
 def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
+    """Teachers by role; raises ConfigError for a task that none of them is for (a prompt file names its own tasks: told later)."""
     opd = config.opd
     if not opd.enabled:
         return {}
     if opd.teachers:
+        if all(spec.tasks is not None for spec in opd.teachers):
+            named = {task for spec in opd.teachers for task in spec.tasks or ()}
+            for task in config.tasks:
+                if task.family != "jsonl" and task.family not in named:
+                    raise ConfigError(
+                        explain(
+                            "opd.teachers",
+                            [spec.name for spec in opd.teachers],
+                            f"one for task {task.family!r}",
+                            "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
+                        )
+                    )
         return {f"teacher {spec.name}": spec for spec in opd.teachers}
     alone = TeacherSpec(
         name="teacher",

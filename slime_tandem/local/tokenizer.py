@@ -36,7 +36,7 @@ class ModelTokenizer:
             raise ModelError(
                 explain("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
             )
-        tokenizer = cls(folder, build_token_bytes(hf, _eos_ids(folder, hf)), hf)
+        tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf)), hf)
         tokenizer.render([Message("user", "probe")])  # a broken template is told now, not in the middle of a run
         return tokenizer
 
@@ -114,7 +114,8 @@ class ModelTokenizer:
         return eos if eos in self.tokens.eos_ids else min(self.tokens.eos_ids)
 
 
-def _eos_ids(folder: Path, hf: Any) -> frozenset[int]:
+def eos_ids_of(folder: Path, hf: Any) -> frozenset[int]:
+    """Ids that end a turn, from generation_config.json, else the tokenizer; raises ModelError if there is none."""
     path = folder / "generation_config.json"
     eos = read_json_object(path).get("eos_token_id") if path.exists() else None
     if eos is None:

@@ -423,6 +423,6 @@ def test_a_teacher_that_cannot_work_is_told_at_the_start() -> None:
 
     good = make(lambda text: list(text.encode()))
     check_teacher(good)
-    assert "256 <|im_end|> (eos, turn_end) -> 256 <|eot_id|>" in describe_special(good)
+    assert "256 <|im_end|> (eos, turn_end) -> 256 <|eot_id|>" in describe_special(good.aligner)
     with pytest.raises(ModelError, match=r"tokenizer of teacher=.*expected ids that spell"):
         check_teacher(make(lambda text: list(text.upper().encode())))

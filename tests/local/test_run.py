@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ModelError, RunDirError, TokenizerMismatchError
+from slime_tandem.errors import ConfigError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
 
@@ -317,6 +317,71 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
         assert row["train/ratio_mean"] == pytest.approx(1, abs=1e-3), (
             "also on junior tokens: under the senior that wrote"
         )
+
+
+def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
+    changes = settings(trio, tmp_path, control=False)
+    del changes["models"]["teacher"]
+    changes["tasks"] = [*BASE["tasks"], {"family": "letter_counting", "config": {"min_words": 1, "max_words": 2}}]
+    changes["train"] = {**BASE["train"], "steps": 2, "prompts_per_step": 4}
+    changes["opd"] = {
+        "signal": "jsd",
+        "top_k": 4,
+        "support": "union",
+        "overlap": 3,
+        "position_discount": 0.9,
+        "teachers": [
+            {
+                "name": "sums",
+                "model": str(trio.teacher),
+                "tasks": ["chain_sum"],
+                "template_kwargs": {"enable_thinking": False},
+            },
+            {"name": "rest", "model": str(trio.junior)},
+        ],
+    }
+    config = RunConfig.from_mapping(changes)
+    train(config)
+    steps = rows(config.run_dir / "metrics.jsonl")
+    assert len(steps) == 2
+    for row in steps:
+        assert row["opd/failed_samples"] == 0
+        assert row["train/opd_loss"] > 0
+        assert 0.5 < row["opd/coverage"] < 1, "one teacher cuts text otherwise"
+        assert row["train/logprob_diff"] < 1e-4
+    for name in ("teacher-sums", "teacher-rest"):
+        assert (config.run_dir / "logs" / f"{name}.log").exists()
+
+
+def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    changes = settings(trio, tmp_path, control=False)
+    del changes["models"]["teacher"]
+    changes["opd"] = {"teachers": [{"name": "poems", "model": str(trio.teacher), "tasks": ["poem"]}]}
+    with pytest.raises(ConfigError, match=r"opd\.teachers=.*expected one for task 'chain_sum'"):
+        train(RunConfig.from_mapping(changes))
+    assert not (tmp_path / "r" / "logs").exists()
+
+
+def test_teachers_see_the_same_whether_they_read_along_or_afterwards(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from slime_tandem.local.rollouts import rollout
+    from slime_tandem.local.tasks import TaskSet
+    from slime_tandem.local.team import Team
+
+    config = RunConfig.from_mapping(settings(trio, tmp_path))
+    along = config.model_copy(update={"opd": config.opd.model_copy(update={"overlap": 1})})
+    tasks = TaskSet(config.tasks, config.seed)
+    with Team(config, tmp_path / "logs") as team:
+        prompts = tasks.train_prompts(0, 3)
+        after, _ = rollout(team, tasks, prompts, 0, 3, tandem=True, score=True)
+        team.config = along
+        early, measured = rollout(team, tasks, prompts, 0, 3, tandem=True, score=True)
+    assert measured["rollout/failed_samples"] == 0
+    for a, b in zip(after, early, strict=True):
+        assert a.sample.response_ids == b.sample.response_ids
+        assert a.teacher is not None
+        assert b.teacher is not None
+        assert a.teacher.log_probs == pytest.approx(b.teacher.log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("missing", ["everything", "weights"])
