@@ -43,7 +43,7 @@ _DYING_S = 5.0
 
 
 def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
-    """Teachers by role; raises ConfigError for a task that none of them is for (a prompt file names its own tasks: told later)."""
+    """Teachers by role; ConfigError for a task that none of them is for (the tasks of a prompt file are told later)."""
     opd = config.opd
     if not opd.enabled:
         return {}
