@@ -22,6 +22,7 @@ gives a span's student tokens values from the teacher's log-prob of the whole sp
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class TeacherText:
     ids: tuple[int, ...]
     symbols_of: IntArray
     student_ids: IntArray
-    lengths: IntArray
+    lengths: npt.NDArray[np.int32]
     spelt: Symbols
     offsets: IntArray | None
     changed: IntArray | None
@@ -104,7 +105,7 @@ class Alignment:
         proven stretch a value; the sums over a stretch are the teacher's with `even` and `proportional`. Raises DataError
         for another number of log-probs than tokens.
         """
-        lt = np.asarray(teacher_log_probs, dtype=np.float64)
+        lt = _floats(teacher_log_probs)
         _check_length("teacher_log_probs", lt, self.teacher_span)
         mask = self.teacher_index >= 0
         values = np.zeros(len(mask))
@@ -119,7 +120,7 @@ class Alignment:
             else:
                 if student_log_probs is None:
                     raise DataError(explain("student_log_probs", None, f"one per token for {policy}", "pass them"))
-                ls = np.asarray(student_log_probs, dtype=np.float64)
+                ls = _floats(student_log_probs)
                 _check_length("student_log_probs", ls, self.span)
                 own = _sums(self.span, ls, n)
                 if policy == "chain_rule":
@@ -142,13 +143,20 @@ class Alignment:
         )
 
 
+def _floats(values: Sequence[float] | FloatArray) -> FloatArray:
+    """As float64; `array` takes a list in half the time that numpy does."""
+    if isinstance(values, np.ndarray):
+        return values.astype(np.float64)
+    return np.frombuffer(array("d", values), dtype=np.float64)
+
+
 def count_reasons(reason: IntArray) -> dict[str, int]:
     """How many tokens have no value, by reason; every name of UNALIGNED_REASONS is there.
 
     >>> {k: n for k, n in count_reasons(np.array([-1, 1, 1, 0])).items() if n}
     {'special': 1, 'boundary': 2}
     """
-    counts = np.bincount(reason[reason >= 0], minlength=len(UNALIGNED_REASONS))
+    counts = np.bincount(reason + 1, minlength=len(UNALIGNED_REASONS) + 1)[1:]
     return dict(zip(UNALIGNED_REASONS, counts.tolist(), strict=True))
 
 
@@ -174,9 +182,10 @@ class _Streams:
         size = len(tokens.table)
         blob, start, length = tokens.packed
         self.unknown = size
+        assert len(blob) < 2**30, "32-bit places"
         data = [blob.astype(np.uint16), np.arange(256, 256 + n_codes, dtype=np.uint16)]
-        self.start = np.zeros(size + 1 + n_codes, dtype=np.int64)
-        self.length = np.zeros(size + 1 + n_codes, dtype=np.int64)
+        self.start = np.zeros(size + 1 + n_codes, dtype=np.int32)
+        self.length = np.zeros(size + 1 + n_codes, dtype=np.int32)
         self.start[:size], self.length[:size] = start, length
         self.start[size + 1 :] = len(blob) + np.arange(n_codes)
         self.length[size + 1 :] = 1
@@ -194,18 +203,18 @@ class _Streams:
 
     def clip(self, ids: Sequence[int] | IntArray) -> IntArray:
         """Ids as an array; negative ones and those past the table become `unknown`."""
-        out = np.asarray(ids, dtype=np.int64).reshape(-1)
-        bad = (out < 0) | (out >= self.unknown)
-        return np.where(bad, self.unknown, out) if bad.any() else out
+        out = np.array(ids, dtype=np.int64).reshape(-1)
+        if len(out) and (out.min() < 0 or out.max() >= self.unknown):
+            out[(out < 0) | (out >= self.unknown)] = self.unknown
+        return out
 
-    def read(self, ids: IntArray, length: IntArray) -> Symbols:
+    def read(self, ids: IntArray, length: npt.NDArray[np.int32]) -> Symbols:
         """The stream of `ids`; `length` [n] is theirs, or 0 for those to leave out."""
-        ends = np.cumsum(length)
+        ends = np.cumsum(length, dtype=np.int32)
         total = int(ends[-1]) if len(ends) else 0
         index = np.repeat(self.start[ids] - (ends - length), length)
-        index += np.arange(total)
-        out: Symbols = self.blob[index]
-        return out
+        index += np.arange(total, dtype=np.int32)
+        return self.blob.take(index, mode="clip")
 
 
 class Aligner:
@@ -272,10 +281,11 @@ class Aligner:
         self._hide_thinking(s, silent)
         for start, stop in inserted:
             silent[start:stop] = _INSERTED
-        hidden = silent == _THINKING
-        for bridge in bridges:
-            hidden[bridge.at : bridge.at + bridge.skip] = True
-        length = np.where(hidden, 0, length)
+        if self.thinking == "drop" or bridges:
+            hidden = silent == _THINKING
+            for bridge in bridges:
+                hidden[bridge.at : bridge.at + bridge.skip] = True
+            length = np.where(hidden, np.int32(0), length)
         silent[(length == 0) & (silent < 0)] = _SPECIAL
         stream = self._from.read(s, length)
         ends = np.cumsum(length)
@@ -288,7 +298,7 @@ class Aligner:
         token_at = np.concatenate(([0], ends)) if self.same_vocabulary else None
 
         ids: list[int] = []
-        marks: list[int] = []
+        marks: list[IntArray] = []
         spelt: list[Symbols] = []
         reads: list[tuple[int, int, ReadText]] = []
         at = out = 0
@@ -302,23 +312,23 @@ class Aligner:
                     read = read_text(stream[at:start].astype(np.uint8).tobytes(), self.teacher)
                     piece = list(encode(read.text))
                 ids += piece
-                marks += piece
+                marks.append(self._to.clip(piece))
                 reads.append((at, out, read))
                 spelt.append(np.frombuffer(read.spelt, dtype=np.uint8).astype(np.uint16))
                 out += len(read.spelt)
             if isinstance(what, int):
                 ids.append(self._targets[what])
-                marks.append(self._to.unknown + 1 + what)
+                marks.append(np.array([self._to.unknown + 1 + what]))
                 spelt.append(stream[start:stop])
                 out += 1
             else:
                 ids += what
-                marks += [self._to.unknown] * len(what)
+                marks.append(np.full(len(what), self._to.unknown))
             at = stop
         offsets, changed = _joint_map(reads, stream, len(stream))
         return TeacherText(
             tuple(ids),
-            np.asarray(marks, dtype=np.int64),
+            np.concatenate(marks) if marks else np.zeros(0, dtype=np.int64),
             s,
             length,
             np.concatenate(spelt) if spelt else np.zeros(0, dtype=np.uint16),
@@ -342,8 +352,6 @@ class Aligner:
     def align(self, text: TeacherText) -> Alignment:
         """Who stands for whom; `text` comes from `write`."""
         t = text.symbols_of
-        bad = (t < 0) | (t >= len(self._to.length))
-        t = np.where(bad, self._to.unknown, t) if bad.any() else t
         return _align(
             text.lengths,
             text.spelt,
@@ -380,19 +388,22 @@ def _joint_map(
 
 
 def _align(
-    s_length: IntArray,
+    s_length: npt.NDArray[np.int32],
     spelt: Symbols,
     offsets: IntArray | None,
     changed: IntArray | None,
     silent: IntArray,
-    t_length: IntArray,
+    t_length: npt.NDArray[np.int32],
     t_stream: Symbols,
     classes: IntArray,
 ) -> Alignment:
     """The heart: cut both streams at their common places. `spelt` is what the teacher should spell, `t_stream` what it does."""
     R, n = len(s_length), len(t_stream)
-    s_end, t_end = np.cumsum(s_length), np.cumsum(t_length)
+    s_end, t_end = np.cumsum(s_length, dtype=np.int64), np.cumsum(t_length, dtype=np.int64)
     s_seen, t_seen = s_length > 0, t_length > 0
+    as_written = len(spelt) == n and np.array_equal(spelt, t_stream)
+    if as_written and offsets is None:
+        return _align_plain(s_length, s_end, s_seen, silent, t_length, t_end, t_seen, classes)
     touched = np.full(R, _PAIRED, dtype=np.int64)
     end = s_end
     if changed is not None and offsets is not None:
@@ -402,7 +413,7 @@ def _align(
             hits = np.concatenate(([0], np.cumsum(changed == kind)))
             touched[hits[s_end] > hits[s_end - s_length]] = kinds[kind]
         end = offsets[s_end]
-    if not (len(spelt) == n and np.array_equal(spelt, t_stream)):
+    if not as_written:
         end, unproven = _proven(end, s_length, spelt, t_stream, t_end, t_seen)
         touched[unproven & s_seen & (touched < 0)] = _UNPROVEN
     # A touched token has no span; what shares one with it is found out by the widths below, unless it was dropped whole.
@@ -417,28 +428,61 @@ def _align(
     spans = int(rank[-1]) + 1
     s_span: IntArray = rank[end[s_in] - 1]
     t_span: IntArray = rank[t_end[t_in] - 1]
-    good = _widths(s_span, s_length[s_in], spans) == _widths(t_span, t_length[t_in], spans)
+    good = np.bincount(s_span, s_length[s_in], minlength=spans) == np.bincount(t_span, t_length[t_in], minlength=spans)
     span, teacher_span = np.full(R, -1, dtype=np.int64), np.full(len(t_length), -1, dtype=np.int64)
     span[s_in] = np.where(good[s_span], s_span, -1)
     teacher_span[t_in] = np.where(good[t_span], t_span, -1)
+    return _pair_up(span, teacher_span, spans, silent, touched, classes)
 
-    alone = (np.bincount(s_span, minlength=spans) == 1) & (np.bincount(t_span, minlength=spans) == 1) & good
-    partner = np.full(spans + 1, -1, dtype=np.int64)  # the last entry answers for tokens without a span
-    partner[t_span] = np.flatnonzero(t_in)
-    partner[:-1][~alone] = -1
-    span[silent >= 0] = -1  # inserted text has its place in the stream, but nobody sampled it
-    teacher_index = partner[span]
-    reason = np.where(silent >= 0, silent, np.where(touched >= 0, touched, _BOUNDARY))
+
+def _align_plain(
+    s_length: npt.NDArray[np.int32],
+    s_end: IntArray,
+    s_seen: BoolArray,
+    silent: IntArray,
+    t_length: npt.NDArray[np.int32],
+    t_end: IntArray,
+    t_seen: BoolArray,
+    classes: IntArray,
+) -> Alignment:
+    """The same where both sides spell the same stream: each common cut ends one token of either side, so counting them is enough."""
+    n = int(s_end[-1]) if len(s_end) else 0
+    t_cut, s_cut = np.zeros(n + 1, dtype=np.bool_), np.zeros(n + 1, dtype=np.bool_)
+    t_cut[t_end], s_cut[s_end] = True, True
+    s_common, t_common = t_cut[s_end] & s_seen, s_cut[t_end] & t_seen
+    spans = int(np.count_nonzero(s_common))
+    span: IntArray = np.where(s_seen, np.cumsum(s_common, dtype=np.int64) - s_common, -1)
+    teacher_span: IntArray = np.where(t_seen, np.cumsum(t_common, dtype=np.int64) - t_common, -1)
+    return _pair_up(span, teacher_span, spans, silent, None, classes)
+
+
+def _pair_up(
+    span: IntArray, teacher_span: IntArray, spans: int, silent: IntArray, touched: IntArray | None, classes: IntArray
+) -> Alignment:
+    """Partners where a span has one token on each side; reasons for the others."""
+    # Entry 0 counts and answers for tokens without a span.
+    s_count = np.bincount(span + 1, minlength=spans + 1)
+    t_count = np.bincount(teacher_span + 1, minlength=spans + 1)
+    partner = np.zeros(spans + 1, dtype=np.int64)
+    partner[teacher_span + 1] = np.arange(len(teacher_span))
+    partner[(s_count != 1) | (t_count != 1)] = -1
+    partner[0] = -1
+    out_of_it = silent >= 0
+    if out_of_it.any():  # inserted text has its place in the stream, but nobody sampled it
+        span = np.where(out_of_it, -1, span)
+    teacher_index = partner[span + 1]
+    reason = np.where(out_of_it, silent, _BOUNDARY if touched is None else np.where(touched >= 0, touched, _BOUNDARY))
     reason[teacher_index >= 0] = _PAIRED
     return Alignment(teacher_index, span, teacher_span, reason, classes)
 
 
-def _widths(span: IntArray, length: IntArray, n: int) -> IntArray:
-    return np.bincount(span, length, minlength=n).astype(np.int64)
-
-
 def _proven(
-    end: IntArray, s_length: IntArray, spelt: Symbols, t_stream: Symbols, t_end: IntArray, t_seen: BoolArray
+    end: IntArray,
+    s_length: npt.NDArray[np.int32],
+    spelt: Symbols,
+    t_stream: Symbols,
+    t_end: IntArray,
+    t_seen: BoolArray,
 ) -> tuple[IntArray, BoolArray]:
     """(ends in the teacher's stream, unproven [R]) where the teacher spells something else than it should.
 
