@@ -355,7 +355,7 @@ def test_a_killed_server_comes_back_and_a_short_teacher_fails_only_samples(
         finally:
             process.kill()
     assert process.returncode == 0, err
-    assert err.startswith("restarted the junior server after: ")
+    assert "restarted the junior server after: " in err
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(8))
     assert [row["opd/failed_samples"] for row in rows] == [4] * 8

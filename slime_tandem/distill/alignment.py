@@ -445,7 +445,7 @@ def _align_plain(
     t_seen: BoolArray,
     classes: IntArray,
 ) -> Alignment:
-    """The same where both sides spell the same stream: each common cut ends one token of either side, so counting them is enough."""
+    """The same where both spell the same stream: each common cut ends one token of either side, and counting them is enough."""
     n = int(s_end[-1]) if len(s_end) else 0
     t_cut, s_cut = np.zeros(n + 1, dtype=np.bool_), np.zeros(n + 1, dtype=np.bool_)
     t_cut[t_end], s_cut[s_end] = True, True

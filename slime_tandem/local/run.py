@@ -33,7 +33,7 @@ from slime_tandem.local.trainer import Trainer
 from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.summary import Summary, summarise, write_summary
-from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, transcript_of
+from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
 from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import Prompt, ScoredSample
@@ -109,8 +109,12 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:
+            for arm in arms:
+                if resume and (arm.folder / "config.yaml").exists():
+                    require_same_settings(arm.folder / "config.yaml", arm.config)
             team = Team(config, run_dir / "logs")
             architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
+            _check_boundaries(run_dir / "boundaries.json", team.boundaries)
             with team:
                 for teacher in team.panel.teachers if team.teacher_specs else ():
                     print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
@@ -179,11 +183,15 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
-    """Save where runs end; on a resumed run check that they still end there (another tokenizer would move every author)."""
+    """Save where runs end."""
     if not path.exists():
         with disk_errors(path.parent):
             write_boundaries(path, record)
-    elif read_boundaries(path) != record:
+
+
+def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
+    """On a resumed run: that runs still end where they did (another tokenizer would move every author)."""
+    if path.exists() and read_boundaries(path) != record:
         raise RunDirError(
             explain(
                 "boundaries of the run",

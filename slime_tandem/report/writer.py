@@ -117,6 +117,23 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise RunDirError(explain_os_error(path, error)) from error
 
 
+def require_same_settings(path: Path, config: RunConfig) -> None:
+    """Raise RunDirError, naming the first difference, unless `path` holds the settings of `config` (servers may differ)."""
+    old, new = _flat(RunConfig.load(path)), _flat(config)
+    for name in sorted(old.keys() | new.keys()):
+        if name in _FREE_ON_RESUME or name.startswith("engine."):
+            continue
+        if old.get(name) != new.get(name):
+            raise RunDirError(
+                explain(
+                    name,
+                    new.get(name),
+                    f"{old.get(name)!r}, as in {path}",
+                    "resume with the same setting, or choose another `name`",
+                )
+            )
+
+
 class RunWriter:
     """Appends to one run folder; a context manager.
 
@@ -160,19 +177,7 @@ class RunWriter:
         """Write config.yaml. A resumed run must have the settings it was started with, else RunDirError."""
         path = self.run_dir / "config.yaml"
         if self._resumed and path.exists():
-            old, new = _flat(RunConfig.load(path)), _flat(config)
-            for name in sorted(old.keys() | new.keys()):
-                if name in _FREE_ON_RESUME or name.startswith("engine."):
-                    continue
-                if old.get(name) != new.get(name):
-                    raise RunDirError(
-                        explain(
-                            name,
-                            new.get(name),
-                            f"{old.get(name)!r}, as in {path}",
-                            "resume with the same setting, or choose another `name`",
-                        )
-                    )
+            require_same_settings(path, config)
         _replace(path, config.to_yaml().encode())
 
     def write_step(self, step: int, row: Row) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
+from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.errors import ConfigError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
@@ -34,9 +36,32 @@ BASE: dict[str, Any] = {
 }
 
 
+OWN_SERVERS: dict[str, Any] = {"engine": BASE["engine"]}
+"""For tests about servers; the others share a junior and a teacher, which no run changes: two servers less to start."""
+_urls: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_servers(trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    logs = tmp_path_factory.mktemp("shared")
+    servers = {
+        role: ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096)
+        for role in ("junior", "teacher")
+    }
+    with contextlib.ExitStack() as stack:
+        for server in servers.values():
+            stack.callback(server.stop)
+            server.launch()
+        for role, server in servers.items():
+            server.wait_ready()
+            _urls[f"{role}_url"] = server.url
+        yield
+        _urls.clear()
+
+
 def settings(trio, runs: Path, **changes: Any) -> dict[str, Any]:  # type: ignore[no-untyped-def]
     models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
-    return {**BASE, "runs_dir": str(runs), "models": models, **changes}
+    return {**BASE, "runs_dir": str(runs), "models": models, "engine": {**BASE["engine"], **_urls}, **changes}
 
 
 _started: list[subprocess.Popen[str]] = []
@@ -108,7 +133,7 @@ def comparable(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def uninterrupted(trio, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
     root = tmp_path_factory.mktemp("uninterrupted")
-    out = finish(start(settings(trio, root / "runs"), root))
+    out = finish(start(settings(trio, root / "runs", **OWN_SERVERS), root))
     assert "report.html" in out
     return root / "runs" / "r"
 
@@ -158,7 +183,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(
 
 
 def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    config = settings(trio, tmp_path / "runs", control=False)
+    config = settings(trio, tmp_path / "runs", control=False, **OWN_SERVERS)
     run = tmp_path / "runs" / "r"
     process = start(config, tmp_path)
     for step in (1, 2):
@@ -176,12 +201,14 @@ def ignore_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("before_exec", [None, ignore_sigint])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "before_exec"),
+    [(signal.SIGINT, None), (signal.SIGINT, ignore_sigint), (signal.SIGTERM, None)],
+)
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     trio, tmp_path: Path, number: int, before_exec: Callable[[], object] | None
 ) -> None:  # type: ignore[no-untyped-def]
-    changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False}
+    changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False, **OWN_SERVERS}
     run = tmp_path / "runs" / "r"
     process = start(settings(trio, tmp_path / "runs", **changes), tmp_path, before_exec=before_exec)
     wait_for_steps(process, run, 2)
@@ -261,6 +288,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     config = RunConfig.from_mapping(
         settings(trio, tmp_path / "runs")
         | {
+            **OWN_SERVERS,
             "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
             "opd": {"enabled": False},
             "tandem": {"prob_senior": 0.8},
@@ -287,7 +315,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
 
 
 def misuse(trio, tmp_path: Path, changes: dict[str, Any]) -> RunConfig:  # type: ignore[no-untyped-def]
-    return RunConfig.from_mapping(settings(trio, tmp_path / "runs", **changes))
+    return RunConfig.from_mapping(settings(trio, tmp_path / "runs", **{**OWN_SERVERS, **changes}))
 
 
 def test_a_junior_with_another_tokenizer_is_refused_before_any_server(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -321,7 +349,7 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
 
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
-    changes = settings(trio, tmp_path, control=False)
+    changes = settings(trio, tmp_path, control=False, engine={**BASE["engine"], "junior_url": _urls["junior_url"]})
     del changes["models"]["teacher"]
     changes["tasks"] = [*BASE["tasks"], {"family": "letter_counting", "config": {"min_words": 1, "max_words": 2}}]
     changes["train"] = {**BASE["train"], "steps": 2, "prompts_per_step": 4}
@@ -355,7 +383,7 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
 
 
 def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    changes = settings(trio, tmp_path, control=False)
+    changes = settings(trio, tmp_path, control=False, **OWN_SERVERS)
     del changes["models"]["teacher"]
     changes["opd"] = {"teachers": [{"name": "poems", "model": str(trio.teacher), "tasks": ["poem"]}]}
     with pytest.raises(ConfigError, match=r"opd\.teachers=.*expected one for task 'chain_sum'"):
