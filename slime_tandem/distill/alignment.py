@@ -194,7 +194,10 @@ class _Streams:
 
     def clip(self, ids: Sequence[int] | IntArray) -> IntArray:
         """Ids as an array; negative ones and those past the table become `unknown`."""
-        out = np.asarray(ids, dtype=np.int64).reshape(-1)
+        try:
+            out = np.asarray(ids, dtype=np.int64).reshape(-1)
+        except OverflowError:
+            out = np.array([i if 0 <= i < self.unknown else self.unknown for i in ids], dtype=np.int64)
         bad = (out < 0) | (out >= self.unknown)
         return np.where(bad, self.unknown, out) if bad.any() else out
 
@@ -335,9 +338,9 @@ class Aligner:
         # A prompt can open the thinking already: then the first marker of the response is the one that ends it.
         if len(ends) and (not len(starts) or ends[0] < starts[0]):
             starts = np.concatenate(([0], starts))
-        for start in starts:
-            after = ends[ends >= start]
-            silent[start : after[0] + 1 if len(after) else len(s)] = _THINKING
+        after = np.concatenate((ends + 1, [len(s)]))[np.searchsorted(ends, starts)]
+        depth = np.bincount(starts, minlength=len(s) + 1) - np.bincount(after, minlength=len(s) + 1)
+        silent[np.cumsum(depth[:-1]) > 0] = _THINKING
 
     def align(self, text: TeacherText) -> Alignment:
         """Who stands for whom; `text` comes from `write`."""
@@ -418,6 +421,8 @@ def _align(
     s_span: IntArray = rank[end[s_in] - 1]
     t_span: IntArray = rank[t_end[t_in] - 1]
     good = _widths(s_span, s_length[s_in], spans) == _widths(t_span, t_length[t_in], spans)
+    # Inserted text has its place in the stream, but nobody sampled it: what shares a stretch with it has no value of its own.
+    good[s_span[silent[s_in] >= 0]] = False
     span, teacher_span = np.full(R, -1, dtype=np.int64), np.full(len(t_length), -1, dtype=np.int64)
     span[s_in] = np.where(good[s_span], s_span, -1)
     teacher_span[t_in] = np.where(good[t_span], t_span, -1)
@@ -426,7 +431,6 @@ def _align(
     partner = np.full(spans + 1, -1, dtype=np.int64)  # the last entry answers for tokens without a span
     partner[t_span] = np.flatnonzero(t_in)
     partner[:-1][~alone] = -1
-    span[silent >= 0] = -1  # inserted text has its place in the stream, but nobody sampled it
     teacher_index = partner[span]
     reason = np.where(silent >= 0, silent, np.where(touched >= 0, touched, _BOUNDARY))
     reason[teacher_index >= 0] = _PAIRED
