@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+import unicodedata
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import Twins
+from slime_tandem.distill.reading import _nfc, read_text
 from slime_tandem.distill.scoring import Teacher, TeacherPanel, check_teacher, combine
 from slime_tandem.distill.special_tokens import map_special_tokens
 from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
@@ -136,3 +140,18 @@ def test_huge_weights_are_weights() -> None:
         return AlignedScores(np.array([value]), np.array([True]), {}, reason=np.array([-1]), classes=np.array([0]))
 
     assert combine([(1e308, score(-5.0)), (1e308, score(-7.0))]).log_probs.tolist() == [-6.0]
+
+
+def test_a_tower_of_accents_is_read_in_linear_time() -> None:
+    composing = TokenBytes(tuple(BYTES), frozenset(), frozenset(), normalises="NFC")
+    tower = "a" + "\u0301\u0316" * 50_000 + "\uac00\u11a8"
+    begin = time.perf_counter()
+    read = read_text(tower.encode(), composing)
+    assert time.perf_counter() - begin < 3
+    assert read.spelt.decode().startswith("\u00e1\u0316\u0316")
+    assert read.spelt.decode().endswith("\u0301\uac01")
+
+
+@given(st.text(st.sampled_from("ae\u00e9\u0301\u0316\u0344\u1100\u1161\u11a8\uac00\u304b\u3099\u2126\ufb1d"), max_size=200))
+def test_linear_nfc_is_nfc(text: str) -> None:
+    assert _nfc(text) == unicodedata.normalize("NFC", text)
