@@ -298,6 +298,8 @@ def _score(args: argparse.Namespace) -> int:
     from slime_tandem.local.score import ScoreJob, score_file
 
     _writable("--output", args.output)
+    if Path(args.output).exists() and Path(args.file).exists() and Path(args.output).samefile(args.file):
+        raise RunDirError(explain("--output", args.output, "another file than FILE", "name another; it would be lost"))
     _positive("--top-k", args.top_k, 0)
     try:
         kwargs = json.loads(args.template_kwargs)

@@ -203,7 +203,10 @@ class _Streams:
 
     def clip(self, ids: Sequence[int] | IntArray) -> IntArray:
         """Ids as an array; negative ones and those past the table become `unknown`."""
-        out = np.array(ids, dtype=np.int64).reshape(-1)
+        try:
+            out = np.array(ids, dtype=np.int64).reshape(-1)
+        except OverflowError:  # ids that no 64 bits hold belong to no vocabulary either
+            out = np.array([i if 0 <= i < self.unknown else self.unknown for i in ids], dtype=np.int64)
         if len(out) and (out.min() < 0 or out.max() >= self.unknown):
             out[(out < 0) | (out >= self.unknown)] = self.unknown
         return out
@@ -345,9 +348,9 @@ class Aligner:
         # A prompt can open the thinking already: then the first marker of the response is the one that ends it.
         if len(ends) and (not len(starts) or ends[0] < starts[0]):
             starts = np.concatenate(([0], starts))
-        for start in starts:
-            after = ends[ends >= start]
-            silent[start : after[0] + 1 if len(after) else len(s)] = _THINKING
+        after = np.concatenate((ends + 1, [len(s)]))[np.searchsorted(ends, starts)]
+        depth = np.bincount(starts, minlength=len(s) + 1) - np.bincount(after, minlength=len(s) + 1)
+        silent[np.cumsum(depth[:-1]) > 0] = _THINKING
 
     def align(self, text: TeacherText) -> Alignment:
         """Who stands for whom; `text` comes from `write`."""
@@ -460,6 +463,14 @@ def _pair_up(
     span: IntArray, teacher_span: IntArray, spans: int, silent: IntArray, touched: IntArray | None, classes: IntArray
 ) -> Alignment:
     """Partners where a span has one token on each side; reasons for the others."""
+    out_of_it = silent >= 0
+    if out_of_it.any():
+        # Inserted text has its place in the stream, but nobody sampled it: what shares a stretch with it has no value of its own.
+        spoilt = np.zeros(spans + 1, dtype=np.bool_)
+        spoilt[span[out_of_it] + 1] = True
+        spoilt[0] = False
+        span = np.where(spoilt[span + 1], -1, span)
+        teacher_span = np.where(spoilt[teacher_span + 1], -1, teacher_span)
     # Entry 0 counts and answers for tokens without a span.
     s_count = np.bincount(span + 1, minlength=spans + 1)
     t_count = np.bincount(teacher_span + 1, minlength=spans + 1)
@@ -467,9 +478,6 @@ def _pair_up(
     partner[teacher_span + 1] = np.arange(len(teacher_span))
     partner[(s_count != 1) | (t_count != 1)] = -1
     partner[0] = -1
-    out_of_it = silent >= 0
-    if out_of_it.any():  # inserted text has its place in the stream, but nobody sampled it
-        span = np.where(out_of_it, -1, span)
     teacher_index = partner[span + 1]
     reason = np.where(out_of_it, silent, _BOUNDARY if touched is None else np.where(touched >= 0, touched, _BOUNDARY))
     reason[teacher_index >= 0] = _PAIRED

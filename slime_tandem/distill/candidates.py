@@ -16,6 +16,7 @@ import numpy as np
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner, Alignment
+from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import TeacherScoreError, explain
 from slime_tandem.types import Candidates, IntArray
@@ -45,9 +46,10 @@ class Twins:
         """[V of the student]: the teacher's id."""
         a = self.aligner
         if a.same_vocabulary:
-            return np.arange(len(a.student.table))
-        by_bytes = {data: i for i, data in reversed(list(enumerate(a.teacher.table))) if data}
-        out = [by_bytes.get(data, -1) if data else -1 for data in a.student.table]
+            out = list(range(len(a.student.table)))
+        else:
+            by_bytes = {data: i for i, data in _least_likely_first(a.teacher) if data}
+            out = [by_bytes.get(data, -1) if data else -1 for data in a.student.table]
         for i, target in a.special.ids.items():
             if i < len(out):
                 out[i] = target
@@ -55,13 +57,26 @@ class Twins:
 
     @cached_property
     def student_of(self) -> IntArray:
-        """[V of the teacher]: the student's id; of several ends of turn the lowest."""
+        """[V of the teacher]: the student's id; of several ends of turn the one that its chats are written with."""
         out = np.full(len(self.aligner.teacher.table), -1, dtype=np.int64)
-        for i in range(len(self.teacher_of) - 1, -1, -1):
+        for i, _ in _least_likely_first(self.aligner.student):
             target = self.teacher_of[i]
             if 0 <= target < len(out):
                 out[target] = i
         return out
+
+
+def _least_likely_first(tokens: TokenBytes) -> list[tuple[int, bytes | None]]:
+    """Ids and bytes, so that of several with one meaning the last is what the model writes.
+
+    A byte of a byte fallback stands behind the piece of the same byte, an end of text behind the end of a turn.
+    """
+    turn_end = set(tokens.roles.get("turn_end", ()))
+
+    def rank(i: int) -> tuple[bool, bool, bool, int]:
+        return i not in tokens.fallback, i in tokens.eos_ids, i in turn_end, -i
+
+    return [(i, tokens.table[i]) for i in sorted(range(len(tokens.table)), key=rank)]
 
 
 def top_of(result: GenerateResult, n: int, role: str) -> list[dict[int, float]]:

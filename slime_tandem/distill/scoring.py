@@ -271,14 +271,14 @@ class TeacherPanel:
         """The teachers of a sample, in the panel's order; raises DataError if there is none."""
         chosen = sample.prompt.metadata.get(TEACHER_KEY)
         if chosen is not None:
-            wanted = [chosen] if isinstance(chosen, str) else list(chosen)
-            unknown = [name for name in wanted if name not in {t.name for t in self.teachers}]
-            if unknown or not wanted:
+            wanted = [chosen] if isinstance(chosen, str) else chosen if isinstance(chosen, (list, tuple)) else []
+            names = [t.name for t in self.teachers]
+            if not wanted or any(name not in names for name in wanted):
                 raise DataError(
                     explain(
                         f"metadata.{TEACHER_KEY} of prompt {sample.prompt.prompt_id}",
                         chosen,
-                        f"names among {', '.join(t.name for t in self.teachers)}",
+                        f"names among {', '.join(names)}",
                         "correct the prompt's metadata, or add the teacher to opd.teachers",
                     )
                 )
@@ -361,6 +361,7 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
             )
         )
     weights = np.array([w for w, _ in views])[:, None]
+    weights = weights / weights.max()
     masks = np.stack([score.mask for _, score in views])
     values = np.stack([score.log_probs for _, score in views])
     total = (weights * masks).sum(0)
@@ -393,8 +394,18 @@ def check_teacher(teacher: Teacher) -> None:
                 "this tokenizer changes text; take a teacher with another one",
             )
         )
+    if a.thinking == "drop" and not (a.student.roles.keys() & {"think_start", "think_end"}):
+        raise ModelError(
+            explain(
+                f"thinking of {teacher.name}",
+                "drop",
+                "a student that writes its thinking between tokens of their own (<think>, [THINK])",
+                "set keep: what this student thinks cannot be told from its answer",
+            )
+        )
     for row in a.special.rows:
-        if row.teacher_id is None:
+        kept_from = a.thinking == "drop" and any(role.startswith("think") for role in row.roles)
+        if row.teacher_id is None or kept_from:
             continue
         text = a.write([row.student_id], teacher.encode)
         if text.ids != (row.teacher_id,) or a.align(text).teacher_index.tolist() != [0]:

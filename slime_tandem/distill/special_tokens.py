@@ -95,9 +95,12 @@ def _rows(student: TokenBytes, teacher: TokenBytes, end_of_turn: int, thinking: 
         marker = any(role.startswith(_WRITABLE) for role in own)
         target: int | None = None
         if i in student.eos_ids:
-            target = end_of_turn
+            same = by_name.get(name)
+            target = same if same in teacher.eos_ids else end_of_turn if end_of_turn >= 0 else None
         elif not (thinking == "text" and any(role.startswith("think") for role in own)):
-            target = _of_role(own, teacher, by_name.get(name))
+            same = by_name.get(name)
+            # A token of that name that is text (Gemma: "<s>", a tag of HTML) has not the meaning of a special one.
+            target = _of_role(own, teacher, same if marker or same in teacher.special else None)
         data = student.of(i)
         if data is not None and (target is None or teacher.of(target) == data):
             continue  # a marker with bytes is text like any other

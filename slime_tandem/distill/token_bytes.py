@@ -112,7 +112,8 @@ class TokenBytes:
     `special`: ids of special tokens (they have a role, no text). `eos_ids`: ids that end a turn, from the model folder.
     `names`: surface of every special or added token, as the tokenizer writes it.
     `inserts_leading_space`: encoding puts a space in front of the text (Llama-2, Mistral); the bytes of ids are exact
-    all the same. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing.
+    all the same. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing. `fallback`: ids of single bytes
+    that encoding writes only where no other token has the byte (SentencePiece's `<0x41>` beside `A`).
 
     >>> TokenBytes((b"a", b" b", None), special=frozenset({2}), eos_ids=frozenset({2})).join([0, 1, 2])
     b'a b'
@@ -124,6 +125,7 @@ class TokenBytes:
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
     inserts_leading_space: bool = False
     normalises: Literal["NFC"] | None = None
+    fallback: frozenset[int] = frozenset()
 
     def of(self, token: int) -> bytes | None:
         """Bytes of one id; None for special, undefined and out-of-range ids (padded embedding rows can be sampled)."""
@@ -245,7 +247,10 @@ def build_token_bytes(tokenizer: Any, eos_ids: frozenset[int]) -> TokenBytes:
     pieces |= {index: token["content"].encode() for index, token in added.items()}
     special = frozenset(i for i, t in added.items() if t["special"])
     names = {i: str(t["content"]) for i, t in added.items()}
-    result = make_token_bytes(pieces, names, special, eos_ids)
+    fallback: frozenset[int] = frozenset()
+    if decode is sentence_piece:
+        fallback = frozenset(i for piece, i in spec["model"]["vocab"].items() if _BYTE_FALLBACK.fullmatch(piece))
+    result = make_token_bytes(pieces, names, special, eos_ids, fallback=fallback)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

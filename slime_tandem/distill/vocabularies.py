@@ -134,7 +134,9 @@ def parse_sentencepiece(data: bytes, eos_ids: frozenset[int] | None = None) -> T
     if eos_ids is None:
         end = trainer.get(42, 2)  # -1, a model without one, is written as 2^64 - 1
         eos_ids = frozenset({end} & special)
-    return make_token_bytes(pieces, names, special, eos_ids, inserts_leading_space=bool(options.get(3, 1)))
+    fallback = frozenset(i for i, kind in enumerate(kinds) if kind == _BYTE)
+    space = bool(options.get(3, 1))
+    return make_token_bytes(pieces, names, special, eos_ids, inserts_leading_space=space, fallback=fallback)
 
 
 def _messages(fields: list[tuple[int, int | bytes]], number: int) -> Iterator[bytes]:

@@ -158,7 +158,7 @@ def _row(name: Any, sample: TandemSample, score: AlignedScores | TeacherScoreErr
 def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, TandemSample]]:
     """(id, sample) of each line; raises DataError with path and line number for the first bad one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise DataError(explain("FILE", str(path), f"a readable JSONL file ({why})", "check the path")) from None
@@ -175,7 +175,8 @@ def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple
     example = 'e.g. {"prompt": "2 + 2 =", "response": "4"}'
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
+    except (ValueError, RecursionError) as error:
         raise DataError(explain(where, line[:80], f"one JSON object ({error})", example)) from None
     if not isinstance(row, dict) or not set(row) <= set(_KEYS):
         known = f"a JSON object with keys among {', '.join(_KEYS)}"

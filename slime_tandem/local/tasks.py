@@ -266,7 +266,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
     line number for the first bad line, and for a file that is missing, empty or not UTF-8.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except FileNotFoundError:
         raise DataError(explain("path", str(path), "an existing JSONL file", "check tasks.*.path")) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -283,7 +283,8 @@ def _parse_line(line: str, where: str) -> Prompt:
     example = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        json.dumps(row, ensure_ascii=False).encode()  # no half of a surrogate pair
+    except (ValueError, RecursionError) as error:
         raise DataError(explain(where, line[:80], f"one JSON object ({error})", example)) from None
     if not isinstance(row, dict):
         raise DataError(explain(where, line[:80], "a JSON object", example))

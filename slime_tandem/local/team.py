@@ -48,6 +48,30 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
     if not opd.enabled:
         return {}
     if opd.teachers:
+        families = {task.family for task in config.tasks}
+        for spec in opd.teachers:
+            strangers = sorted(set(spec.tasks or ()) - families)
+            if strangers and "jsonl" not in families:  # the tags of a prompt file are its own
+                raise ConfigError(
+                    explain(
+                        f"opd.teachers, {spec.name}: tasks",
+                        strangers,
+                        f"families of this run's tasks ({', '.join(sorted(families))})",
+                        "correct the name, or leave it out",
+                    )
+                )
+        for family in sorted(families - {"jsonl"}):
+            mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
+            mine = mine or [s.name for s in opd.teachers if s.tasks is None]
+            if len(mine) > 1 and opd.signal != "sampled":
+                raise ConfigError(
+                    explain(
+                        "opd.signal",
+                        opd.signal,
+                        f"sampled where several teachers score one task ({family}: {', '.join(mine)})",
+                        "name each task in the `tasks` of one teacher only, or set opd.signal=sampled",
+                    )
+                )
         if all(spec.tasks is not None for spec in opd.teachers):
             named = {task for spec in opd.teachers for task in spec.tasks or ()}
             for task in config.tasks:

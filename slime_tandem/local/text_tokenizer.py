@@ -142,6 +142,6 @@ def load_response(line: str, where: str) -> list[int]:
         ids = json.loads(line)
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ValueError("not a list of whole numbers")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(explain(where, line[:60], f"a JSON list of token ids ({error})", "e.g. [1, 2, 3]")) from None
     return ids

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_tandem.config import RunConfig
 from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
-from slime_tandem.objective.distillation import log_probs_of
+from slime_tandem.objective.distillation import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
 from slime_tandem.types import FloatArray
@@ -60,8 +60,9 @@ class Trainer:
                 candidate_teacher=teacher,
             )
             of_candidates = None if ids is None else log_probs_of(logits, ids, self.config.sampling.temperature)
+            of_rest = None if ids is None else log_rest_of(logits, ids, self.config.sampling.temperature)
             loss, metrics = tandem_loss(
-                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd, of_candidates
+                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd, of_candidates, of_rest
             )
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():

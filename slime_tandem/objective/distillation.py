@@ -30,22 +30,41 @@ def log_probs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tenso
     return scaled.gather(-1, ids.clamp(min=0)) - torch.logsumexp(scaled, dim=-1, keepdim=True)
 
 
+def log_rest_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-prob [T] (nats) of all tokens but `ids` [T, K] (-1: none) under logits [T, V], exact however small it is.
+
+    >>> log_rest_of(torch.zeros(1, 4), torch.tensor([[2, -1]])).exp().item()
+    0.75
+    """
+    scaled = logits.float() / temperature
+    listed = torch.zeros(scaled.shape[0], scaled.shape[1] + 1, dtype=torch.bool, device=scaled.device)
+    listed.scatter_(-1, torch.where(ids < 0, scaled.shape[1], ids), True)
+    rest = scaled.masked_fill(listed[:, :-1], -1e30)
+    return torch.logsumexp(rest, dim=-1) - torch.logsumexp(scaled, dim=-1)
+
+
 def candidate_divergence(
-    student: Tensor, teacher: Tensor, known: Tensor, kind: Divergence, jsd_beta: float = 0.5
+    student: Tensor,
+    teacher: Tensor,
+    known: Tensor,
+    kind: Divergence,
+    jsd_beta: float = 0.5,
+    student_rest: Tensor | None = None,
 ) -> Tensor:
     """Divergence per position [T], nats, over candidates and the rest; the gradient flows through `student`.
 
     `student`, `teacher` [T, K]: log-probs of the same candidates; `known` [T, K] bool marks the entries that exist.
     reverse_kl is KL(student || teacher), forward_kl KL(teacher || student), jsd the generalised Jensen-Shannon divergence
     with the mixture m = beta * teacher + (1 - beta) * student: beta * KL(teacher || m) + (1 - beta) * KL(student || m)
-    (GKD, arXiv 2306.13649).
+    (GKD, arXiv 2306.13649). `student_rest` [T]: log-prob of all that is no candidate (`log_rest_of`); None: what the
+    candidates leave of 1, which rounding makes worthless below 1e-6, its gradient first.
 
     >>> half = torch.tensor([[0.5, 0.25]]).log()
     >>> everywhere = torch.ones(1, 2, dtype=torch.bool)
     >>> candidate_divergence(half, half, everywhere, "reverse_kl").tolist()
     [0.0]
     """
-    s, t = _with_rest(student, known), _with_rest(teacher, known)
+    s, t = _with_rest(student, known, student_rest), _with_rest(teacher, known)
     match kind:
         case "reverse_kl":
             return _kl(s, t)
@@ -56,9 +75,11 @@ def candidate_divergence(
             return jsd_beta * _kl(t, m) + (1 - jsd_beta) * _kl(s, m)
 
 
-def _with_rest(log_probs: Tensor, known: Tensor) -> Tensor:
+def _with_rest(log_probs: Tensor, known: Tensor, log_rest: Tensor | None = None) -> Tensor:
     """Probabilities [T, K + 1]: candidates (0 where unknown), then all the rest."""
     p = torch.where(known, log_probs, torch.full_like(log_probs, -torch.inf)).exp()
+    if log_rest is not None:
+        return torch.cat([p, log_rest[:, None].exp()], dim=-1)
     rest = (1.0 - p.sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat([p, rest], dim=-1)
 

@@ -69,11 +69,13 @@ def tandem_loss(
     objective: ObjectiveConfig,
     opd: OpdConfig,
     candidate_log_probs: Tensor | None = None,
+    candidate_log_rest: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """(loss, metrics) of one micro-batch; both add up over the micro-batches of a mini-batch.
 
     `log_probs`, `entropy` [T]: the current policy at the sampled tokens, nats. The gradient flows through `log_probs` only
-    and `candidate_log_probs` (the current policy's, [T, K], where `opd.signal` compares distributions) only, and is
+    and `candidate_log_probs` and `candidate_log_rest` (the current policy's of the candidates [T, K] and of all other tokens [T],
+    where `opd.signal` compares distributions) only, and is
     exactly zero on tokens whose weights are zero. Metric keys are `LOSS_METRICS`; all are means over the pg weights
     (`opd_loss` over the OPD weights).
     """
@@ -93,7 +95,12 @@ def tandem_loss(
         assert batch.candidate_teacher is not None
         counts = batch.opd_weights > 0
         known = (batch.candidate_ids >= 0) & counts[:, None]
-        divergence = candidate_divergence(candidate_log_probs, batch.candidate_teacher, known, opd.signal, opd.jsd_beta)
+        log_rest = None
+        if candidate_log_rest is not None:
+            log_rest = torch.where(counts, candidate_log_rest, 0.0)
+        divergence = candidate_divergence(
+            candidate_log_probs, batch.candidate_teacher, known, opd.signal, opd.jsd_beta, log_rest
+        )
         opd_loss = opd.coef * (batch.opd_weights * torch.where(counts, divergence, 0.0)).sum() / opd_n
     elif opd.enabled:
         delta = (batch.old_log_probs - batch.teacher_log_probs).detach()

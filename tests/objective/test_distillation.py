@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.objective.distillation import Divergence, candidate_divergence, log_probs_of
+from slime_tandem.objective.distillation import Divergence, candidate_divergence, log_probs_of, log_rest_of
 
 KINDS: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
 
@@ -102,3 +102,36 @@ def test_a_position_without_candidates_compares_nothing() -> None:
 def test_temperature_is_that_of_the_sampler() -> None:
     logits = torch.tensor([[2.0, 0.0]])
     assert log_probs_of(logits, torch.tensor([[0]]), 2.0).item() == pytest.approx(math.log(math.e / (math.e + 1)))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("gap", [5.0, 18.0, 25.0, 60.0])
+def test_a_student_that_is_sure_of_its_candidates_still_learns_of_the_rest(kind: Divergence, gap: float) -> None:
+    """The rest of a sharp distribution is far below what 1 - sum(p) can tell in single precision."""
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        ids, teacher = torch.tensor([[0, 1, 2]]), torch.full((1, 3), 0.1, dtype=logits.dtype).log()
+        own = logits.log_softmax(-1)
+        if logits.dtype == torch.float64:  # by hand
+            s = torch.cat([own[:, :3], own[:, 3:].logsumexp(-1, keepdim=True)], -1)
+            t = torch.tensor([[0.1, 0.1, 0.1, 0.7]], dtype=torch.float64)
+            m = (t + s.exp()) / 2
+            kl = {
+                "forward_kl": (t * (t.log() - s)).sum(),
+                "reverse_kl": (s.exp() * (s - t.log())).sum(),
+                "jsd": ((t * (t.log() - m.log())).sum() + (s.exp() * (s - m.log())).sum()) / 2,
+            }
+            return kl[kind]
+        known = torch.ones(1, 3, dtype=torch.bool)
+        rest = log_rest_of(logits, ids)
+        return candidate_divergence(log_probs_of(logits, ids), teacher, known, kind, student_rest=rest).sum()
+
+    got, want = [], []
+    for dtype, out in ((torch.float32, got), (torch.float64, want)):
+        logits = torch.zeros(1, 20, dtype=dtype)
+        logits[0, :3] = gap
+        logits.requires_grad_()
+        value = loss(logits)
+        (gradient,) = torch.autograd.grad(value, logits)
+        out += [value.item(), gradient[0, 0].item(), gradient[0, 9].item()]
+    assert got == pytest.approx(want, rel=2e-3, abs=5e-6)
