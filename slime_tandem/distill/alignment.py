@@ -465,7 +465,8 @@ def _pair_up(
     """Partners where a span has one token on each side; reasons for the others."""
     out_of_it = silent >= 0
     if out_of_it.any():
-        # Inserted text has its place in the stream, but nobody sampled it: what shares a stretch with it has no value of its own.
+        # Inserted text has its place in the stream, but nobody sampled it: what shares a stretch with it has no value of
+        # its own.
         spoilt = np.zeros(spans + 1, dtype=np.bool_)
         spoilt[span[out_of_it] + 1] = True
         spoilt[0] = False

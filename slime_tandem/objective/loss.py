@@ -74,8 +74,8 @@ def tandem_loss(
     """(loss, metrics) of one micro-batch; both add up over the micro-batches of a mini-batch.
 
     `log_probs`, `entropy` [T]: the current policy at the sampled tokens, nats. The gradient flows through `log_probs` only
-    and `candidate_log_probs` and `candidate_log_rest` (the current policy's of the candidates [T, K] and of all other tokens [T],
-    where `opd.signal` compares distributions) only, and is
+    and `candidate_log_probs` and `candidate_log_rest` (the current policy's of the candidates [T, K] and of all other
+    tokens [T], where `opd.signal` compares distributions) only, and is
     exactly zero on tokens whose weights are zero. Metric keys are `LOSS_METRICS`; all are means over the pg weights
     (`opd_loss` over the OPD weights).
     """

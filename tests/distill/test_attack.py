@@ -21,7 +21,7 @@ from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.errors import DataError, ModelError
 from slime_tandem.types import AlignedScores, Message, Prompt, SampleKey, TandemSample
 
-from .conftest import byte_level, sentence_piece, ENGLISH
+from .conftest import ENGLISH, byte_level, sentence_piece
 
 BYTES = [bytes([i]) for i in range(256)]
 
@@ -122,7 +122,7 @@ def test_thinking_can_be_kept_from_a_teacher_that_has_markers_itself() -> None:
 
 def test_thinking_cannot_be_dropped_where_nothing_marks_it() -> None:
     s = vocabulary("</s>", eos=("</s>",))
-    with pytest.raises(ModelError, match="thinking of teacher='drop'.*set keep"):
+    with pytest.raises(ModelError, match=r"thinking of teacher='drop'.*set keep"):
         check_teacher(teacher(s, s, thinking="drop"))
 
 
