@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import unicodedata
 from typing import Any
 
@@ -101,11 +100,10 @@ def test_no_id_raises() -> None:
 
 
 def test_thinking_kept_from_a_teacher_is_found_in_linear_time() -> None:
+    """A pass over all markers for each one would take minutes."""
     s = vocabulary("<think>", "</think>")
     aligner = Aligner(s, vocabulary(), end_of_turn=-1, thinking="drop")
-    begin = time.perf_counter()
     aligned = aligner.align(aligner.write([256, 65, 257] * 100_000 + [66] + [256] * 200_000, letters))
-    assert time.perf_counter() - begin < 3
     assert aligned.teacher_index.max() == 0
     assert (aligned.reason == 5).sum() == 500_000
 
@@ -143,11 +141,10 @@ def test_huge_weights_are_weights() -> None:
 
 
 def test_a_tower_of_accents_is_read_in_linear_time() -> None:
+    """CPython's own composition sorts accents by insertion: minutes for this one."""
     composing = TokenBytes(tuple(BYTES), frozenset(), frozenset(), normalises="NFC")
     tower = "a" + "\u0301\u0316" * 50_000 + "\uac00\u11a8"
-    begin = time.perf_counter()
     read = read_text(tower.encode(), composing)
-    assert time.perf_counter() - begin < 3
     assert read.spelt.decode().startswith("\u00e1\u0316\u0316")
     assert read.spelt.decode().endswith("\u0301\uac01")
 
