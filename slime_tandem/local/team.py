@@ -21,7 +21,7 @@ from slime_tandem.distill.scoring import Scoring, Teacher, TeacherPanel, check_t
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
-from slime_tandem.engines.hf import check_model_folder, read_model_config
+from slime_tandem.engines.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
@@ -436,5 +436,7 @@ class Team:
             max_tokens=self._max_tokens(role),
         )
         with _of_role(role):
+            if url := self._given_urls[role]:
+                check_served_model(self.runner.run(self.clients[role].model_info()), self.folders[role], url)
             check_teacher(teacher)
         return teacher
