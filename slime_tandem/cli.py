@@ -284,8 +284,10 @@ def _align(args: argparse.Namespace) -> int:
 
 def _read_text(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text.encode()  # standard input can hold what is no UTF-8 as half surrogate pairs
+        return text
+    except (OSError, UnicodeError) as error:
         raise DataError(explain("FILE", name, f"a readable UTF-8 text ({error})", "check the path")) from None
 
 
@@ -298,6 +300,8 @@ def _score(args: argparse.Namespace) -> int:
     from slime_tandem.local.score import ScoreJob, score_file
 
     _writable("--output", args.output)
+    if Path(args.output).exists() and not Path(args.output).is_file():  # it would be replaced, be it /dev/null
+        raise RunDirError(explain("--output", args.output, "a regular file or none yet", "name another"))
     if Path(args.output).exists() and Path(args.file).exists() and Path(args.output).samefile(args.file):
         raise RunDirError(explain("--output", args.output, "another file than FILE", "name another; it would be lost"))
     _positive("--top-k", args.top_k, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,22 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
+    """Raise ModelError where a server tells another vocabulary size than the model folder: its log-probs would be noise."""
+    served, own = info.get("vocab_size"), None
+    if (folder / "config.json").exists():
+        own = read_model_config(folder).get("vocab_size")
+    if isinstance(served, int) and isinstance(own, int) and served != own:
+        raise ModelError(
+            explain(
+                f"server {url}",
+                f"{info.get('model_path')} with a vocabulary of {served}",
+                f"the model {folder} with one of {own}",
+                "correct the URL, or name the folder of the model that it serves",
+            )
+        )
 
 
 def check_model_folder(folder: str | os.PathLike[str]) -> Path:

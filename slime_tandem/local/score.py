@@ -22,7 +22,7 @@ from slime_tandem.config import AlignmentPolicy, Thinking
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.scoring import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.hf import check_model_folder
+from slime_tandem.engines.hf import check_model_folder, check_served_model
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.errors import DataError, TeacherScoreError, explain
 from slime_tandem.local.pretrain import resolve_model
@@ -111,6 +111,7 @@ async def _score(
     failed = covered = total = 0
     async with EngineClient(url, role="teacher", api_key=job.api_key) as client:
         info = await client.model_info()
+        check_served_model(info, tokenizer.folder, url)
         limit = info.get("max_total_tokens")
         teacher = Teacher(
             client,

@@ -21,7 +21,7 @@ from slime_tandem.distill.scoring import Scoring, Teacher, TeacherPanel, check_t
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
-from slime_tandem.engines.hf import check_model_folder, read_model_config
+from slime_tandem.engines.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
@@ -48,6 +48,18 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
     if not opd.enabled:
         return {}
     if opd.teachers:
+        if all(spec.tasks is not None for spec in opd.teachers):
+            named = {task for spec in opd.teachers for task in spec.tasks or ()}
+            for task in config.tasks:
+                if task.family != "jsonl" and task.family not in named:
+                    raise ConfigError(
+                        explain(
+                            "opd.teachers",
+                            [spec.name for spec in opd.teachers],
+                            f"one for task {task.family!r}",
+                            "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
+                        )
+                    )
         families = {task.family for task in config.tasks}
         for spec in opd.teachers:
             strangers = sorted(set(spec.tasks or ()) - families)
@@ -72,18 +84,6 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
                         "name each task in the `tasks` of one teacher only, or set opd.signal=sampled",
                     )
                 )
-        if all(spec.tasks is not None for spec in opd.teachers):
-            named = {task for spec in opd.teachers for task in spec.tasks or ()}
-            for task in config.tasks:
-                if task.family != "jsonl" and task.family not in named:
-                    raise ConfigError(
-                        explain(
-                            "opd.teachers",
-                            [spec.name for spec in opd.teachers],
-                            f"one for task {task.family!r}",
-                            "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
-                        )
-                    )
         return {f"teacher {spec.name}": spec for spec in opd.teachers}
     alone = TeacherSpec(
         name="teacher",
@@ -436,5 +436,7 @@ class Team:
             max_tokens=self._max_tokens(role),
         )
         with _of_role(role):
+            if url := self._given_urls[role]:
+                check_served_model(self.runner.run(self.clients[role].model_info()), self.folders[role], url)
             check_teacher(teacher)
         return teacher

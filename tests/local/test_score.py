@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from slime_tandem import cli
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.engines.hf import load_model
+from slime_tandem.engines.hf import check_served_model, load_model, read_model_config
+from slime_tandem.errors import DataError, ModelError
+from slime_tandem.local.score import read_responses
 from slime_tandem.local.tokenizer import ModelTokenizer
 
 
@@ -149,3 +152,49 @@ def test_align_refuses_bad_input(trio: Any, tmp_path: Path, capsys: pytest.Captu
     ):
         assert cli.main([*flags, *more]) == 2
         assert part in capsys.readouterr().err
+
+
+def test_what_json_allows_and_a_line_break_does_not_cut(trio: Any, tmp_path: Path) -> None:
+    student = ModelTokenizer.load(trio.senior)
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a\u2028b\x85c", "response_ids": [1]}\r\n', encoding="utf-8")
+    ((_, sample),) = read_responses(source, student)
+    assert sample.prompt.messages[0].content == "a\u2028b\x85c"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a", "response": "\\ud800"}',
+        '{"prompt": "\\udfff", "response": "4"}',
+        '{"id": NaN, "prompt": "a", "response": "4"}',
+        '{"prompt": "a", "response_ids": [%s]}' % ("1" * 5000),
+    ],
+)
+def test_what_cannot_be_written_again_is_refused_before_the_work(trio: Any, tmp_path: Path, line: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"in.jsonl:1=.*expected one JSON object"):
+        list(read_responses(source, ModelTokenizer.load(trio.senior)))
+
+
+def test_the_input_and_devices_are_never_replaced(
+    trio: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a", "response": "b"}\n')
+    os.mkfifo(tmp_path / "pipe")
+    assert run(trio, source, source) == 2
+    assert run(trio, source, tmp_path / "pipe") == 2
+    told = capsys.readouterr().err
+    assert "expected another file than FILE" in told
+    assert "expected a regular file or none yet" in told
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_server_of_another_vocabulary_is_refused(trio: Any) -> None:
+    config = read_model_config(trio.teacher)
+    check_served_model({"vocab_size": config["vocab_size"]}, trio.teacher, "http://x")
+    check_served_model({}, trio.teacher, "http://x")
+    with pytest.raises(ModelError, match=r"server http://x.*correct the URL"):
+        check_served_model({"vocab_size": config["vocab_size"] + 1}, trio.teacher, "http://x")
