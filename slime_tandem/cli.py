@@ -30,6 +30,7 @@ from slime_tandem.config import (
     Thinking,
     choices_of,
     fields_of,
+    http_url,
 )
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TandemError, explain, explain_os_error
 from slime_tandem.signals import terminate_as_interrupt
@@ -314,6 +315,12 @@ def _score(args: argparse.Namespace) -> int:
             explain(
                 "--template-kwargs", args.template_kwargs, f"a JSON object ({error})", 'e.g. {"enable_thinking": false}'
             )
+        ) from None
+    try:
+        http_url(args.teacher_url)
+    except ValueError as error:
+        raise ConfigError(
+            explain("--teacher-url", args.teacher_url, str(error), "e.g. http://127.0.0.1:30000")
         ) from None
     result = score_file(
         ScoreJob(

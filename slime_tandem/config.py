@@ -41,7 +41,8 @@ class Section(BaseModel):
         return value
 
 
-def _http_url(value: str | None) -> str | None:
+def http_url(value: str | None) -> str | None:
+    """The URL itself, or None; raises ValueError for anything but an http or https URL with a host."""
     try:
         parts = urlsplit(value or "http://none")
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -179,7 +180,7 @@ class TeacherSpec(Section):
     @field_validator("url")
     @classmethod
     def _is_http_url(cls, value: str | None) -> str | None:
-        return _http_url(value)
+        return http_url(value)
 
 
 class OpdConfig(Section):
@@ -385,7 +386,7 @@ class EngineConfig(Section):
     @field_validator("senior_url", "junior_url", "teacher_url")
     @classmethod
     def _is_http_url(cls, value: str | None) -> str | None:
-        return _http_url(value)
+        return http_url(value)
 
 
 class RunConfig(Section):

@@ -32,7 +32,7 @@ from slime_tandem.types import AlignedScores, Prompt, SampleKey, TandemSample
 
 _KEYS = ("id", "messages", "prompt", "response", "response_ids")
 _PART = 256
-"""Responses scored between two writes: memory stays bounded whatever the file's length."""
+"""Responses scored between two writes: of scores, no more than so many are held."""
 
 
 @dataclass(frozen=True)

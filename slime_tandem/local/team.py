@@ -33,7 +33,7 @@ from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, FailedSample, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 Role = str
 """senior, junior, teacher; each of several teachers is `teacher <name>`."""
@@ -438,5 +438,6 @@ class Team:
         with _of_role(role):
             if url := self._given_urls[role]:
                 check_served_model(self.runner.run(self.clients[role].model_info()), self.folders[role], url)
+            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are told now
             check_teacher(teacher)
         return teacher

@@ -16,6 +16,20 @@ from slime_tandem.types import Message
 _MARK = "\u2063turn\u2063"
 """Stands for an assistant's turn in `bridge`; no template strips or writes it."""
 
+_OURS = frozenset(
+    {
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "padding",
+        "truncation",
+    }
+    | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+"""Parameters of `apply_chat_template` that are no variables of a template."""
+
 
 @dataclass(frozen=True)
 class ModelTokenizer:
@@ -68,6 +82,16 @@ class ModelTokenizer:
 
     def _template(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> str:
         turns = [m.as_dict() for m in messages]
+        taken = sorted(_OURS & (template_kwargs or {}).keys())
+        if taken:
+            raise ModelError(
+                explain(
+                    "template_kwargs",
+                    taken,
+                    "variables of the chat template",
+                    "remove these, they are set by the caller",
+                )
+            )
         try:
             return str(
                 self.hf.apply_chat_template(

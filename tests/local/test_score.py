@@ -100,6 +100,8 @@ def test_a_bad_line_is_named_and_nothing_is_written(
         (("--template-kwargs", "[1]"), "--template-kwargs"),
         (("--top-k", "-1"), "--top-k"),
         (("--teacher", "nowhere"), "nowhere"),
+        (("--teacher-url", "foo"), "--teacher-url"),
+        (("--template-kwargs", '{"chat_template": "x"}'), "template_kwargs"),
         (("--api-key-env", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE"),
     ],
 )
