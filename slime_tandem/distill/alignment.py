@@ -43,7 +43,7 @@ _SPECIAL, _BOUNDARY, _INVALID, _NORMALISED, _UNPROVEN, _THINKING, _INSERTED = ra
 _PAIRED = -1
 
 Symbols = npt.NDArray[np.uint16]
-Encode = Callable[[str], Sequence[int]]
+Encode = Callable[[str], Sequence[int] | IntArray]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Alignment:
 
     def scores(
         self,
-        teacher_log_probs: Sequence[float],
+        teacher_log_probs: Sequence[float] | FloatArray,
         policy: AlignmentPolicy = "strict",
-        student_log_probs: Sequence[float] | None = None,
+        student_log_probs: Sequence[float] | FloatArray | None = None,
     ) -> AlignedScores:
         """Teacher log-probs at the student's positions, from those at its own [Rt], nats.
 
@@ -268,7 +268,7 @@ class Aligner:
 
     def write(
         self,
-        student_ids: Sequence[int],
+        student_ids: Sequence[int] | IntArray,
         encode: Encode,
         *,
         bridges: Sequence[Bridge] = (),
@@ -313,9 +313,9 @@ class Aligner:
                     read = ReadText("", stream[at:start].astype(np.uint8).tobytes())
                 else:
                     read = read_text(stream[at:start].astype(np.uint8).tobytes(), self.teacher)
-                    piece = list(encode(read.text))
-                ids += piece
+                    piece = encode(read.text)
                 marks.append(self._to.clip(piece))
+                ids += piece.tolist() if isinstance(piece, np.ndarray) else piece
                 reads.append((at, out, read))
                 spelt.append(np.frombuffer(read.spelt, dtype=np.uint8).astype(np.uint16))
                 out += len(read.spelt)
