@@ -307,6 +307,7 @@ class Aligner:
         at = out = 0
         for start, stop, what in [*cuts, (len(stream), len(stream), ())]:
             if start > at:
+                piece: Sequence[int] | IntArray
                 if token_at is not None:
                     a, b = np.searchsorted(token_at, (at, start), side="left")
                     piece = [int(i) for i, n in zip(s[a:b], length[a:b], strict=True) if n]
