@@ -6,6 +6,8 @@ Dummy weights with the dimensions of published models, random prompts, responses
 
 SGLang must be importable by this very Python (or by `--sglang-python`). Prints one JSON line per row and a table at the
 end. The yardstick is (T_senior + T_junior) / T_senior: what two models cost that share nothing and waste nothing.
+`--cells 1024@64 8192@16` measures these combinations only (tokens @ concurrency, that many requests); `--profile 64` also
+lets SGLang's profiler record ten decode steps of each engine at that concurrency.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
+import http.client
 import json
 import os
 import random
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +44,13 @@ from slime_tandem.types import SampleKey
 PROMPT_IDS = 150000
 """Prompts are drawn from the ids below: ordinary tokens of any Qwen vocabulary."""
 CAP = 32
+PROFILED_STEPS = 10
+KINDS = (
+    ("attention", ("attention", "_fwd_", "decode_stage", "flash")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "splitk", "cublas", "matmul")),
+    ("softmax and sampling", ("softmax", "multinomial", "exponential", "sort", "argmax", "cumsum")),
+    ("copies", ("memcpy", "memset", "copy")),
+)
 
 
 def table() -> frozenset[int]:
@@ -72,7 +84,7 @@ def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str
         command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "16384"]
     else:
         command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", "0.8"]
-        command += ["--cuda-graph-max-bs-decode", str(max(args.concurrency))]
+        command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, _ in args.cells))]
     if override is not None:
         command += ["--json-model-override-args", json.dumps(override)]
     command += args.server.split()
@@ -85,7 +97,7 @@ def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str
             if process.poll() is not None or time.monotonic() > end:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
                 raise SystemExit(f"the server of {folder.name} did not come up:\n{tail}")
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 if urllib.request.urlopen(f"{url}/health", timeout=5).status == 200:
                     break
             time.sleep(0.5)
@@ -145,30 +157,80 @@ def measure(
 ) -> None:
     for prob in [None] if rule is None else args.prob:
         now = None if rule is None else HandoffRule("word", prob, CAP, 16, rule.boundary)
-        for length in args.new:
-            for concurrency in args.concurrency:
-                count = concurrency * args.rounds
-                asyncio.run(drive(url, requests(args, min(count, 32), now, 16), concurrency))  # warm
-                seconds, results = asyncio.run(drive(url, requests(args, count, now, length), concurrency))
-                written = sum(len(r.output_ids) for r in results)
-                row: dict[str, Any] = {
-                    "engine": name,
-                    "prob_senior": prob,
-                    "new_tokens": length,
-                    "concurrency": concurrency,
-                    "requests": count,
-                    "tokens": written,
-                    "seconds": round(seconds, 3),
-                    "tokens_per_s": round(written / seconds, 1),
-                }
-                if now is not None:
-                    senior = sum(sum(r.authors) for r in results)
-                    row |= {"senior_share": round(senior / written, 3), "author_mismatches": mismatches(now, results)}
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+        for length, concurrency, count in args.cells:
+            asyncio.run(drive(url, requests(args, min(count, 32), now, 16), concurrency))  # warm
+            seconds, results = asyncio.run(drive(url, requests(args, count, now, length), concurrency))
+            written = sum(len(r.output_ids) for r in results)
+            row: dict[str, Any] = {
+                "engine": name,
+                "prob_senior": prob,
+                "new_tokens": length,
+                "concurrency": concurrency,
+                "requests": count,
+                "tokens": written,
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(written / seconds, 1),
+            }
+            if now is not None:
+                senior = sum(sum(r.authors) for r in results)
+                row |= {"senior_share": round(senior / written, 3), "author_mismatches": mismatches(now, results)}
+            keep(args, rows, row)
+        if args.profile:
+            with tempfile.TemporaryDirectory() as folder:
+                steps = asyncio.run(profiled(url, requests(args, args.profile, now, 160), args.profile, Path(folder)))
+            keep(args, rows, {"engine": name, "prob_senior": prob, "profile": args.profile, **steps})
+
+
+def keep(args: argparse.Namespace, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a row; it is printed and written at once, for a run that is cut short."""
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+    if args.out:
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+async def profiled(url: str, jobs: list[GenerateRequest], concurrency: int, folder: Path) -> dict[str, Any]:
+    """What ten decode steps did on the GPU, by SGLang's own profiler."""
+    running = asyncio.create_task(drive(url, jobs, concurrency))
+    await asyncio.sleep(1.0)  # behind the prefill
+    body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
+    post = urllib.request.Request(
+        f"{url}/start_profile", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    await asyncio.to_thread(urllib.request.urlopen, post, timeout=60)
+    await running
+    for _ in range(120):
+        if files := list(folder.rglob("*.trace.json.gz")):
+            await asyncio.sleep(2)  # until it is whole
+            return gpu_time(json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"])
+        await asyncio.sleep(0.5)
+    return {"error": "no trace"}
+
+
+def gpu_time(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Milliseconds per decode step: `step_ms` of the clock, `busy_ms` of the GPU, by kind of kernel, the slowest kernels."""
+    used = sorted(
+        (e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    if not used:
+        return {"error": "the trace holds no GPU events"}
+    busy, end = 0.0, 0.0
+    kinds: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for start, took, name in used:
+        busy += max(0.0, start + took - max(start, end))
+        end = max(end, start + took)
+        kinds[next((kind for kind, words in KINDS if any(w in name.lower() for w in words)), "other")] += took
+        names[name[:60]] += took
+    per_step = 1e3 * PROFILED_STEPS
+    return {
+        "step_ms": round((end - used[0][0]) / per_step, 3),
+        "busy_ms": round(busy / per_step, 3),
+        "kernels": len(used) / PROFILED_STEPS,
+        "by_kind": {kind: round(us / per_step, 3) for kind, us in kinds.most_common()},
+        "slowest": {name: round(us / per_step, 3) for name, us in names.most_common(20)},
+    }
 
 
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
@@ -176,14 +238,14 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
         same = (engine, length, concurrency, prob)
         return next(
             (r["tokens_per_s"] for r in rows
-             if (r["engine"], r["new_tokens"], r["concurrency"], r["prob_senior"]) == same), float("nan"),
+             if "new_tokens" in r and (r["engine"], r["new_tokens"], r["concurrency"], r["prob_senior"]) == same), float("nan"),
         )  # fmt: skip
 
     print("| pair | p | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | aim | x aim |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for senior, junior in pairs:
         for r in rows:
-            if r["engine"] != f"fused {senior}+{junior}":
+            if r["engine"] != f"fused {senior}+{junior}" or "new_tokens" not in r:
                 continue
             n, c = r["new_tokens"], r["concurrency"]
             s, j, f = speed(senior, n, c), speed(junior, n, c), r["tokens_per_s"]
@@ -203,6 +265,8 @@ def main() -> None:
     parser.add_argument("--prob", nargs="+", type=float, default=[0.5])
     parser.add_argument("--prompt", type=int, default=200, help="tokens per prompt")
     parser.add_argument("--rounds", type=int, default=2, help="requests = concurrency x rounds")
+    parser.add_argument("--cells", nargs="+", help="TOKENS@CONCURRENCY, in place of --new, --concurrency and --rounds")
+    parser.add_argument("--profile", type=int, help="profile decode steps at this concurrency")
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -210,6 +274,11 @@ def main() -> None:
     parser.add_argument("--out", help="also append the rows to this file")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
+    if args.cells:
+        cells = [tuple(int(x) for x in cell.split("@")) for cell in args.cells]
+        args.cells = [(length, at_once, at_once) for length, at_once in cells]
+    else:
+        args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule("word", 0.5, CAP, 16, table())
     rows: list[dict[str, Any]] = []
