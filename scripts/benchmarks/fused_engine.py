@@ -39,6 +39,7 @@ from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.tandem import handoff_of
+from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import SampleKey
 
 PROMPT_IDS = 150000
@@ -177,7 +178,7 @@ def measure(
             keep(args, rows, row)
         if args.profile:
             with tempfile.TemporaryDirectory() as folder:
-                steps = asyncio.run(profiled(url, requests(args, args.profile, now, 160), args.profile, Path(folder)))
+                steps = asyncio.run(profiled(url, requests(args, args.profile, now, 1024), args.profile, Path(folder)))
             keep(args, rows, {"engine": name, "prob_senior": prob, "profile": args.profile, **steps})
 
 
@@ -193,7 +194,7 @@ def keep(args: argparse.Namespace, rows: list[dict[str, Any]], row: dict[str, An
 async def profiled(url: str, jobs: list[GenerateRequest], concurrency: int, folder: Path) -> dict[str, Any]:
     """What ten decode steps did on the GPU, by SGLang's own profiler."""
     running = asyncio.create_task(drive(url, jobs, concurrency))
-    await asyncio.sleep(1.0)  # behind the prefill
+    await asyncio.sleep(1.0)  # behind the prefill; the profiler's own start takes seconds, the responses last longer
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
     post = urllib.request.Request(
         f"{url}/start_profile", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -282,7 +283,7 @@ def main() -> None:
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule("word", 0.5, CAP, 16, table())
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="fused-benchmark-") as temporary:
+    with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="fused-benchmark-") as temporary:
         work = Path(temporary)
         logs = args.logs or work
         logs.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,7 @@ from slime_tandem.engines.sglang import free_port
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 
@@ -270,7 +271,8 @@ async def profile(clients: dict[int, EngineClient], calls: dict[int, list[Call]]
     """Where the rounds of a lockstep rollout went, as shares of its time; along the engine that was last in each round.
 
     `prefill`: the same calls in the same order with one new token each; `decode`: the steps behind the first token, each at
-    the time of a step of as many sequences as were still at work (to the next power of two); `barrier`: what the engine that was first waited, on average;
+    the time of a step of as many sequences as were still at work (to the next power of two); `barrier`: what the engine that
+    was first waited, on average;
     `rest`: what these do not explain.
     """
 
@@ -469,7 +471,8 @@ def main() -> None:
     sub.add_argument("--out", help="JSON file")
     sub.set_defaults(run=traffic)
     args = parser.parse_args()
-    args.run(args)
+    with terminate_as_interrupt():  # servers end with this script, also when it is stopped from outside
+        args.run(args)
 
 
 if __name__ == "__main__":

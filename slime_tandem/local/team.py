@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
@@ -40,6 +40,7 @@ Role = str
 _SGLANG_START_S = 300.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
 _DYING_S = 5.0
+_AUTO_TOKENS, _AUTO_RESPONSES = 6, 128  # docs/results/tandem-rollout.md
 
 
 def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
@@ -102,6 +103,17 @@ def _of_role(role: Role) -> Iterator[None]:
         yield
     except ModelError as error:
         raise type(error)(f"{'models.' if ' ' not in role else 'opd.teachers, '}{role}: {error}") from error
+
+
+def most_tokens(setting: int | Literal["auto"] | None, responses: int) -> int | None:
+    """Most tokens of a co-writing request (`engine.tokens_per_request`) with so many responses at once; None: no limit.
+
+    >>> most_tokens("auto", 64), most_tokens("auto", 256), most_tokens(4, 256), most_tokens(None, 8)
+    (6, None, 4, None)
+    """
+    if setting == "auto":
+        return _AUTO_TOKENS if responses <= _AUTO_RESPONSES else None
+    return setting
 
 
 class Team:
@@ -336,14 +348,27 @@ class Team:
     def _writers(
         self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, rule: HandoffRule, sampling: SamplingConfig
     ) -> list[TandemWriter]:
+        most = None
+        if (
+            not self.fused and rule is not self.solo_rule
+        ):  # else nobody waits for another author: one request writes it all
+            most = most_tokens(self.config.engine.tokens_per_request, len(prompts) * per_prompt)
         return [
-            self._writer(SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule, sampling)
+            self._writer(
+                SampleKey(self.config.seed, rollout_id, group * per_prompt + i), group, prompt, rule, sampling, most
+            )
             for group, prompt in enumerate(prompts)
             for i in range(per_prompt)
         ]
 
     def _writer(
-        self, key: SampleKey, group: int, prompt: Prompt, rule: HandoffRule, sampling: SamplingConfig
+        self,
+        key: SampleKey,
+        group: int,
+        prompt: Prompt,
+        rule: HandoffRule,
+        sampling: SamplingConfig,
+        tokens_per_request: int | None,
     ) -> TandemWriter:
         t = self.config.tandem
         junior_text = None
@@ -362,7 +387,7 @@ class Team:
             score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
             junior_text=junior_text,
             refuse_fallback=t.on_unexpressible == "error",
-            tokens_per_request=self.config.engine.tokens_per_request,
+            tokens_per_request=tokens_per_request,
             fused=self.fused and rule is not self.solo_rule,
         )
 
