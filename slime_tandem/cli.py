@@ -11,6 +11,7 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -163,6 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--check", metavar="FILE", required=True, help="YAML file to check")
     sub.add_argument(
         "--set", dest="overrides", metavar="KEY=VALUE", action="extend", nargs="+", default=[], help="overrides"
+    )
+    sub.add_argument(
+        "--slime",
+        metavar="FOLDER",
+        help="print instead what slime must be given so that its servers are fused ones; boundary tables go into FOLDER",
     )
     sub.set_defaults(action=_config)
 
@@ -382,8 +388,30 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    print(RunConfig.load(args.check, args.overrides).to_yaml(), end="")
+    config = RunConfig.load(args.check, args.overrides)
+    print(config.to_yaml() if args.slime is None else _for_slime(config, Path(args.slime)), end="")
     return 0
+
+
+def _for_slime(config: RunConfig, folder: Path) -> str:
+    """Shell text: the environment and the flags of slime's train.py for a fused engine."""
+    from slime_tandem.engines.fused.launch import slime_settings
+    from slime_tandem.local.team import Team
+
+    if config.engine.mode != "fused" or not config.tandem.enabled:
+        raise ConfigError(
+            explain(
+                "engine.mode",
+                f"{config.engine.mode}, tandem.enabled={config.tandem.enabled}",
+                "fused, with a junior: two servers need no flag of their own",
+                "add --set engine.mode=fused",
+            )
+        )
+    team = Team(config, folder)
+    environment, flags = slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
+    words = [shlex.quote(word) for word in flags]
+    return "".join(lines) + f"SLIME_FLAGS=({' '.join(words)})\n"
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -101,6 +101,7 @@ class ModelRecipe:
     check_every: int = 100
     heads: int = 4
     kv_heads: int = 2
+    head_dim: int = 16  # the same for senior and junior, so that one KV pool can serve both (docs/fused.md)
     batch_size: int = 16
     matrix_lr: float = 6e-3
     other_lr: float = 1e-2
@@ -422,7 +423,7 @@ def _new_model(settings: ModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Any
             num_hidden_layers=settings.layers,
             num_attention_heads=settings.heads,
             num_key_value_heads=settings.kv_heads,
-            head_dim=settings.hidden_size // settings.heads,
+            head_dim=settings.head_dim,
             intermediate_size=settings.intermediate_size,
             max_position_embeddings=512,
             tie_word_embeddings=True,

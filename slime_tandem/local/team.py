@@ -189,7 +189,7 @@ class Team:
                     self.folders["senior"],
                     self.folders["junior"],
                     log_file=self.log_dir / "fused.log",
-                    tables=self._fused_tables(),
+                    tables=self.fused_tables(),
                     python=e.sglang_python,
                     host=e.host,
                     dtype=self.config.models.dtype,
@@ -239,7 +239,7 @@ class Team:
         context = read_model_config(self.folders[role]).get("max_position_embeddings")
         return context - 1 if isinstance(context, int) else None
 
-    def _fused_tables(self) -> list[frozenset[int]]:
+    def fused_tables(self) -> list[frozenset[int]]:
         """The run's own boundary ids, and those of the strategies: evaluation hands over by another one than training."""
         tokens, classes = self.student.tokens, self.config.tandem.boundary_classes
         named: tuple[Strategy, ...] = ("word", "sentence")

@@ -27,7 +27,8 @@ from slime_tandem.errors import ConfigError, ModelError, explain
 PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
 MODEL_PACKAGE = "slime_tandem.engines.fused.models"
 _SOURCE = Path(slime_tandem.__file__).parents[1]
-_LOG_LINES = 30
+CPU_POOL_TOKENS = 65536
+"""KV pool of a fused server on a CPU, as `engine.cache_tokens` is by default; `engine.sglang_args` may give another."""
 _PREFLIGHT = """
 import json
 from importlib import metadata
@@ -157,14 +158,42 @@ def default_flags(*, cuda: bool) -> dict[str, str | None]:
     flags: dict[str, str | None] = {"--sampling-backend": "pytorch", "--grammar-backend": "none"}
     if cuda:
         return {**flags, "--attention-backend": "triton"}
-    # An idle scheduler would take a whole core, and the cores are shared.
+    # An idle scheduler would take a whole core, and the cores are shared; a pool of its own choice takes most of the memory.
     cpu = {
+        "--max-total-tokens": str(CPU_POOL_TOKENS),
         "--device": "cpu",
         "--attention-backend": "torch_native",
         "--disable-cuda-graph": None,
         "--sleep-on-idle": None,
     }
     return {**flags, **cpu}
+
+
+def slime_settings(
+    senior: Path, junior: Path, tables: Collection[frozenset[int]], folder: Path
+) -> tuple[dict[str, str], list[str]]:
+    """(environment, flags of slime's train.py) under which slime's own SGLang servers are fused ones.
+
+    Writes the boundary tables into `folder`, which every node must see under the same path, as it must the models. Raises
+    ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
+    """
+    configs = read_config(senior), read_config(junior)
+    pair.require_fitting(*configs)
+    file = folder.resolve() / "tables.npy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = write_tables(file.with_suffix(".tmp"), tables, configs[0]["vocab_size"])
+        os.replace(file.with_suffix(".tmp"), file)
+    except OSError as error:
+        raise ConfigError(explain("folder of the tables", str(folder), "a folder to write to", str(error))) from None
+    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
+    own = environment({}, cuda=True)
+    flags = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
+    for flag, value in default_flags(cuda=True).items():
+        flags += [f"--sglang-{flag.removeprefix('--')}", *([] if value is None else [value])]
+    # slime's colocation releases weights; it sends the senior again, the junior comes back from this copy only.
+    flags.append("--sglang-enable-weights-cpu-backup")
+    return {name: own[name] for name in ("SGLANG_EXTERNAL_MODEL_PACKAGE", "PYTHONPATH")}, flags
 
 
 class FusedServer(ChildServer):

@@ -1,0 +1,62 @@
+"""What slime must be given, as `slime-tandem config --slime` prints it; needs no SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from slime_tandem import cli
+from slime_tandem.engines.fused.launch import slime_settings
+from slime_tandem.errors import ConfigError, ModelError
+
+only = pytest.mark.parametrize
+
+
+@pytest.fixture
+def config_file(folders: dict[str, Path], tmp_path: Path) -> str:
+    models = {role: str(folders[f"qwen3-{role}"]) for role in ("senior", "junior")}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"models": models, "opd": {"enabled": False}}))
+    return str(tmp_path / "c.yaml")
+
+
+def test_a_shell_can_read_what_is_printed(
+    config_file: str, tmp_path: Path, tables: dict[str, frozenset[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "with 'quotes' and spaces"
+    assert cli.main(["config", "--check", config_file, "--set", "engine.mode=fused", "--slime", str(folder)]) == 0
+    script = capsys.readouterr().out + 'printf "%s\\n" "$SGLANG_EXTERNAL_MODEL_PACKAGE" "${SLIME_FLAGS[@]}"'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    package, *flags = done.stdout.splitlines()
+    assert package == "slime_tandem.engines.fused.models"
+    override = json.loads(flags[flags.index("--sglang-json-model-override-args") + 1])
+    assert override["num_hidden_layers"] == 5
+    file = Path(override["tandem"]["tables"])
+    assert file.parent == folder
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == override["tandem"]["tables_sha256"]
+    rows = [frozenset(np.flatnonzero(row).tolist()) for row in np.load(file)]
+    assert tables["word"] in rows
+    assert "--sglang-enable-weights-cpu-backup" in flags
+
+
+@only("change", ["engine.mode=two_servers", "tandem.enabled=false"])
+def test_without_a_fused_engine_it_is_refused(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    argv = ["config", "--check", config_file, "--set", "engine.mode=fused", change, "--slime", str(tmp_path / "f")]
+    assert cli.main(argv) == 2
+    assert "engine.mode" in capsys.readouterr().err
+    assert not (tmp_path / "f").exists()
+
+
+def test_a_pair_that_does_not_fit_and_a_folder_that_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model_type"):
+        slime_settings(folders["qwen3-senior"], folders["llama-junior"], [frozenset({1})], tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="folder of the tables"):
+        slime_settings(folders["qwen3-senior"], folders["qwen3-junior"], [frozenset({1})], tmp_path / "file" / "x")
