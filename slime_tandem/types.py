@@ -76,7 +76,8 @@ class TandemSample:
     """One co-written response. All per-token tuples have length R.
 
     `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature; 0.0 in inserted text.
-    `authorship_mask` is 1 where the senior wrote the token, else 0. `inserted` lists the spans `[start, stop)` that nobody
+    `text` is what the models wrote, without inserted text. `authorship_mask` is 1 where the senior wrote the token, else 0.
+    `inserted` lists the spans `[start, stop)` that nobody
     sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there; `inserted_messages`, one
     tuple per span or none at all, are the chat turns that a span shows, for a teacher with another template.
     `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
