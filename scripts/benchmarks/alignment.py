@@ -96,7 +96,7 @@ def aligner_for(student: Vocabulary, teacher: Vocabulary) -> Aligner:
 
 
 def time_ms(actions: Sequence[Callable[[], object]], repeats: int, *, new: bool = False) -> float:
-    """Of the first action, warm; or of all in turn with the caches swept in between (`new`). `_STATISTIC` of the repetitions."""
+    """Of the first action, warm; or of all in turn with the caches swept in between (`new`)."""
     times = []
     for k in range(repeats + 1):
         action = actions[k % len(actions)] if new else actions[0]
@@ -292,7 +292,7 @@ _ALPHABET = _alphabet()
 
 def show_speed(rows: Sequence[dict[str, Any]]) -> None:
     heads = ["student <- teacher", "text", "tokens", "warm, ms", "new, ms", "align, ms", "from arrays, ms"]
-    heads += ["GOLD / ours, warm", "GOLD / ours, new", "its walk / align", "DP / ours"]
+    heads += ["GOLD / ours, warm", "GOLD / ours, new", "GOLD / align", "its walk / align", "DP / ours"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for r in rows:
         cells = [
@@ -301,7 +301,7 @@ def show_speed(rows: Sequence[dict[str, Any]]) -> None:
             f"{r['tokens']:,}",
             *(f"{r[k]:.2f}" for k in ("ours", "ours new", "align", "arrays")),
         ]
-        ratios = (("gold", "ours"), ("gold new", "ours new"), ("walk", "align"), ("dp", "ours"))
+        ratios = (("gold", "ours"), ("gold new", "ours new"), ("gold", "align"), ("walk", "align"), ("dp", "ours"))
         cells += [f"{r[a] / r[b]:.0f}" if a in r else "" for a, b in ratios]
         print("| " + " | ".join(cells) + " |")
     import transformers
