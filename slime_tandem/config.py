@@ -299,6 +299,18 @@ class TaskSpec(Section):
     weight: float = Field(1.0, gt=0.0, description="share of the prompts, relative to the other tasks")
     config: dict[str, Any] = Field(default_factory=dict, description="passed to the reasoning-gym data set")
     path: str | None = Field(None, description="prompt file, family jsonl only")
+    environment: str | None = Field(
+        None,
+        description="what answers between the models' turns: calculator, or a function of your own as module:function "
+        "(docs/distillation.md); null: one turn",
+    )
+    max_turns: int = Field(2, ge=2, description="with an environment: most turns of the models in one response")
+
+    @model_validator(mode="after")
+    def _turns_go_with_an_environment(self) -> TaskSpec:
+        if self.environment is None and self.max_turns != TaskSpec.model_fields["max_turns"].default:
+            raise ValueError("`max_turns` needs an `environment`; without one a response is one turn")
+        return self
 
     @model_validator(mode="after")
     def _path_goes_with_jsonl(self) -> TaskSpec:

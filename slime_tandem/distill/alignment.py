@@ -22,9 +22,10 @@ gives a span's student tokens values from the teacher's log-prob of the whole sp
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -58,40 +59,75 @@ class Bridge:
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeacherText:
     """A response in the teacher's ids.
 
     `ids` [Rt] to send; `symbols_of` [Rt] the same for the alignment, where a special token that stands for the student's has a
-    number of its own; what they should spell (`spelt`), where the student's symbols went in it (`offsets`, None: stayed), which
+    number of its own. The student's ids, where their symbols lie, how many, and the sums of that: `student_ids`, `places`,
+    `lengths`, `ends` [R]. What the teacher should spell: `spelt`, with any byte in the place of a special symbol; `special`:
+    which ids are these, `special_at`: where in it. Where the student's symbols went in it (`offsets`, None: stayed), which
     changed (`changed`), and why a student token without symbols has none (`silent` [R], else -1).
     """
 
     ids: tuple[int, ...]
     symbols_of: IntArray
     student_ids: IntArray
-    lengths: npt.NDArray[np.int32]
-    spelt: Symbols
+    places: IntArray
+    lengths: IntArray
+    ends: IntArray
+    spelt: bytes
+    special: IntArray
+    special_at: IntArray
     offsets: IntArray | None
     changed: IntArray | None
-    silent: IntArray
+    silent: npt.NDArray[np.int8]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Alignment:
     """Which teacher tokens stand for which student tokens.
 
     `teacher_index` [R]: the one-to-one partner, -1 for none. `span` [R], `teacher_span` [Rt]: number of the proven
     stretch that a token lies in, -1 for none; a pair is a stretch of one token each. `reason` [R]: index into
     UNALIGNED_REASONS of a token without a partner, -1 for one with. `classes` [R]: index into `TEXT_CLASSES` of the
-    student's table.
+    student's table. All but the first are worked out when they are asked for.
     """
 
     teacher_index: IntArray
-    span: IntArray
-    teacher_span: IntArray
-    reason: IntArray
-    classes: IntArray
+    text: TeacherText
+    _masked: npt.NDArray[np.int8]  # [R], the reason that a token has if it finds no partner, -1: `boundary`
+    _spans: Callable[[], tuple[IntArray, IntArray]]
+    _class_of: npt.NDArray[np.int8]
+
+    @cached_property
+    def _both_spans(self) -> tuple[IntArray, IntArray]:
+        return self._spans()
+
+    @property
+    def span(self) -> IntArray:
+        """[R]: the stretch of each student token."""
+        return self._both_spans[0]
+
+    @property
+    def teacher_span(self) -> IntArray:
+        """[Rt]: the stretch of each teacher token."""
+        return self._both_spans[1]
+
+    @cached_property
+    def reason(self) -> IntArray:
+        """[R]: why a token has no partner."""
+        return np.where(self.teacher_index >= 0, np.int64(_PAIRED), self._why(slice(None)))
+
+    def _why(self, part: slice | BoolArray) -> npt.NDArray[np.int8]:
+        """The reasons of some tokens, if they have no partner."""
+        masked = self._masked[part]
+        return np.where(masked < 0, np.int8(_BOUNDARY), masked)
+
+    @cached_property
+    def classes(self) -> IntArray:
+        """[R]: what each student token writes."""
+        return self._class_of[self.text.student_ids].astype(np.int64)
 
     def scores(
         self,
@@ -105,11 +141,11 @@ class Alignment:
         proven stretch a value; the sums over a stretch are the teacher's with `even` and `proportional`. Raises DataError
         for another number of log-probs than tokens.
         """
-        lt = _floats(teacher_log_probs)
-        _check_length("teacher_log_probs", lt, self.teacher_span)
+        lt = as_floats(teacher_log_probs)
+        _check_length("teacher_log_probs", lt, self.text.symbols_of)
         mask = self.teacher_index >= 0
-        values = np.zeros(len(mask))
-        values[mask] = lt[self.teacher_index[mask]]
+        # Behind the last stands the value of those without a partner, whose index is -1.
+        values = np.concatenate((lt, [0.0]))[self.teacher_index]
         if policy != "strict":
             inside = (self.span >= 0) & ~mask
             n = int(max(self.span.max(initial=-1), self.teacher_span.max(initial=-1))) + 1
@@ -120,7 +156,7 @@ class Alignment:
             else:
                 if student_log_probs is None:
                     raise DataError(explain("student_log_probs", None, f"one per token for {policy}", "pass them"))
-                ls = _floats(student_log_probs)
+                ls = as_floats(student_log_probs)
                 _check_length("student_log_probs", ls, self.span)
                 own = _sums(self.span, ls, n)
                 if policy == "chain_rule":
@@ -132,31 +168,23 @@ class Alignment:
                     share = np.where(certain, 1.0 / count, ls[inside] / np.where(certain, 1.0, own[spans]))
                     values[inside] = total[spans] * share
             mask = mask | inside
-        reason = np.where(mask, _PAIRED, self.reason)
-        return AlignedScores(
-            values,
-            mask,
-            count_reasons(reason),
-            span=self.span,
-            classes=self.classes,
-            reason=reason,
-        )
+        return AlignedScores(values, mask, count_reasons(self._why(~mask)), origin=self)
 
 
-def _floats(values: Sequence[float] | FloatArray) -> FloatArray:
-    """As float64; `array` takes a list in half the time that numpy does."""
+def as_floats(values: Sequence[float] | FloatArray) -> FloatArray:
+    """As float64; `struct` takes a list in a third of the time that numpy does. Raises struct.error for what is no number."""
     if isinstance(values, np.ndarray):
-        return values.astype(np.float64)
-    return np.frombuffer(array("d", values), dtype=np.float64)
+        return values.astype(np.float64, copy=False)
+    return np.frombuffer(struct.pack(f"{len(values)}d", *values), dtype=np.float64)
 
 
-def count_reasons(reason: IntArray) -> dict[str, int]:
-    """How many tokens have no value, by reason; every name of UNALIGNED_REASONS is there.
+def count_reasons(reason: npt.NDArray[np.integer]) -> dict[str, int]:
+    """How many tokens have no value, by reason; every name of UNALIGNED_REASONS is there. `reason` is of those tokens alone.
 
-    >>> {k: n for k, n in count_reasons(np.array([-1, 1, 1, 0])).items() if n}
+    >>> {k: n for k, n in count_reasons(np.array([1, 1, 0])).items() if n}
     {'special': 1, 'boundary': 2}
     """
-    counts = np.bincount(reason + 1, minlength=len(UNALIGNED_REASONS) + 1)[1:]
+    counts = np.bincount(reason, minlength=len(UNALIGNED_REASONS))
     return dict(zip(UNALIGNED_REASONS, counts.tolist(), strict=True))
 
 
@@ -175,49 +203,58 @@ def _sums(groups: IntArray, values: FloatArray, n: int) -> FloatArray:
 class _Streams:
     """One vocabulary's ids as symbols: `codes` maps an id to the one symbol it is, `texts` to the text it is read as.
 
-    Ids past the table: `unknown` has no symbols, `unknown + 1 + k` is the symbol 256 + k (a special token set by the plan).
+    Ids past the table: `unknown` has no symbols, `unknown + 1 + k` is the symbol of number k (a special token set by the plan).
+    Bytes lie in words of eight, each id's from a whole word on, so that eight are compared at once; a special symbol takes the
+    place of one byte (any), from `special_start` on.
     """
 
     def __init__(self, tokens: TokenBytes, codes: Mapping[int, int], texts: Mapping[int, str], n_codes: int) -> None:
-        size = len(tokens.table)
-        blob, start, length = tokens.packed
-        self.unknown = size
-        assert len(blob) < 2**30, "32-bit places"
-        data = [blob.astype(np.uint16), np.arange(256, 256 + n_codes, dtype=np.uint16)]
-        self.start = np.zeros(size + 1 + n_codes, dtype=np.int32)
-        self.length = np.zeros(size + 1 + n_codes, dtype=np.int32)
-        self.start[:size], self.length[:size] = start, length
-        self.start[size + 1 :] = len(blob) + np.arange(n_codes)
-        self.length[size + 1 :] = 1
+        size = self.unknown = len(tokens.table)
+        pieces: list[bytes] = [data or b"" for data in tokens.table]
+        for i, text in texts.items():
+            if i < size:
+                pieces[i] = text.encode()
+        length = np.fromiter(map(len, pieces), dtype=np.int64, count=size)
+        words = (length + 7) // 8
+        start = 8 * (np.cumsum(words) - words)
+        self.special_start = 8 * int(words.sum())
+        # Both in one number: a look into a table of this size costs more than taking them apart.
+        special = (self.special_start + 8 * np.arange(n_codes)) << 32 | 1
+        self._places = np.concatenate((start << 32 | length, [0], special))
         for i, code in codes.items():
             if i < size:
-                self.start[i], self.length[i] = len(blob) + code - 256, 1
-        at = len(blob) + n_codes
-        for i, text in texts.items():
-            piece = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-            if i < size:
-                self.start[i], self.length[i] = at, len(piece)
-                data.append(piece)
-                at += len(piece)
-        self.blob = np.concatenate(data)
+                self._places[i] = special[code]
+        padded = [data.ljust(-(-len(data) // 8) * 8, b"\0") for data in (*pieces, *([b"\0"] * (n_codes + 1)))]
+        self._words = np.frombuffer(b"".join(padded), dtype=np.uint64)
+        self._bytes = self._words.view(np.uint8)
 
     def clip(self, ids: Sequence[int] | IntArray) -> IntArray:
         """Ids as an array; negative ones and those past the table become `unknown`."""
-        try:
-            out = np.array(ids, dtype=np.int64).reshape(-1)
-        except OverflowError:  # ids that no 64 bits hold belong to no vocabulary either
-            out = np.array([i if 0 <= i < self.unknown else self.unknown for i in ids], dtype=np.int64)
-        if len(out) and (out.min() < 0 or out.max() >= self.unknown):
-            out[(out < 0) | (out >= self.unknown)] = self.unknown
-        return out
+        if isinstance(ids, np.ndarray):
+            out = ids.astype(np.int64).reshape(-1)
+        else:
+            try:  # a third of the time that numpy takes for a list
+                out = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
+            except struct.error:  # ids that no 64 bits hold belong to no vocabulary either
+                out = np.array([i if 0 <= i < self.unknown else self.unknown for i in ids], dtype=np.int64)
+        outside = out.view(np.uint64) >= self.unknown  # a negative number is a huge one without its sign
+        return np.where(outside, np.int64(self.unknown), out) if outside.any() else out
 
-    def read(self, ids: IntArray, length: npt.NDArray[np.int32]) -> Symbols:
-        """The stream of `ids`; `length` [n] is theirs, or 0 for those to leave out."""
-        ends = np.cumsum(length, dtype=np.int32)
-        total = int(ends[-1]) if len(ends) else 0
-        index = np.repeat(self.start[ids] - (ends - length), length)
-        index += np.arange(total, dtype=np.int32)
-        return self.blob.take(index, mode="clip")
+    def places(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """(start, length) [n] of each id's symbols."""
+        both = self._places.take(ids)
+        return both >> 32, both & 0xFFFFFFFF
+
+    def read(self, start: IntArray, length: IntArray) -> bytes:
+        """The bytes of ids whose symbols are at `start` [n], `length` [n] of them (0 for those to leave out)."""
+        ends = np.cumsum(length)
+        index = np.repeat(start - (ends - length), length)
+        index += np.arange(len(index))
+        return self._bytes.take(index, mode="clip").tobytes()
+
+    def words(self, word: IntArray) -> npt.NDArray[np.uint64]:
+        """Eight bytes each, from word number `word` on; behind the end of a token stand zeros."""
+        return self._words.take(word)
 
 
 class Aligner:
@@ -253,7 +290,7 @@ class Aligner:
         self.special: SpecialMap = map_special_tokens(student, teacher, end_of_turn, thinking)
         targets = sorted(set(self.special.ids.values()))
         self._targets = targets
-        code_of = {target: 256 + k for k, target in enumerate(targets)}
+        code_of = {target: k for k, target in enumerate(targets)}
         codes = {i: code_of[target] for i, target in self.special.ids.items()}
         self._from = _Streams(student, codes, self.special.texts, len(targets))
         self._to = _Streams(teacher, {}, {}, len(targets))
@@ -279,8 +316,8 @@ class Aligner:
         `bridges`, in order, stand between turns; `inserted` spans `[start, stop)` were not sampled and never pair.
         """
         s = self._from.clip(student_ids)
-        length = self._from.length[s]
-        silent = np.full(len(s), _PAIRED, dtype=np.int64)
+        places, length = self._from.places(s)
+        silent = np.full(len(s), _PAIRED, dtype=np.int8)
         self._hide_thinking(s, silent)
         for start, stop in inserted:
             silent[start:stop] = _INSERTED
@@ -288,39 +325,48 @@ class Aligner:
             hidden = silent == _THINKING
             for bridge in bridges:
                 hidden[bridge.at : bridge.at + bridge.skip] = True
-            length = np.where(hidden, np.int32(0), length)
-        silent[(length == 0) & (silent < 0)] = _SPECIAL
-        stream = self._from.read(s, length)
+            length = np.where(hidden, 0, length)
+        if not length.all():
+            silent[(length == 0) & (silent < 0)] = _SPECIAL
         ends = np.cumsum(length)
+        stream = self._from.read(places, length)
         # Places of the stream where text is interrupted: special symbols, and bridges (which take no symbol).
+        special = np.flatnonzero(places >= self._from.special_start)
+        special = special[length[special] > 0]
+        numbers = (places[special] - self._from.special_start) >> 3
         cuts: list[tuple[int, int, tuple[int, ...] | int]] = [
-            (int(at), int(at) + 1, int(stream[at]) - 256) for at in np.flatnonzero(stream >= 256)
+            (end - 1, end, number) for end, number in zip(ends[special].tolist(), numbers.tolist(), strict=True)
         ]
         cuts += [(at, at, b.ids) for b in bridges for at in [int(ends[b.at - 1]) if b.at else 0]]
         cuts.sort(key=lambda cut: cut[:2])
-        token_at = np.concatenate(([0], ends)) if self.same_vocabulary else None
 
         ids: list[int] = []
-        marks: list[IntArray] = []
-        spelt: list[Symbols] = []
+        marks: list[IntArray] = [np.zeros(0, dtype=np.int64)]
+        spelt: list[bytes] = []
+        special_ids: list[int] = []
+        special_at: list[int] = []
         reads: list[tuple[int, int, ReadText]] = []
         at = out = 0
         for start, stop, what in [*cuts, (len(stream), len(stream), ())]:
             if start > at:
-                piece: Sequence[int] | IntArray
-                if token_at is not None:
-                    a, b = np.searchsorted(token_at, (at, start), side="left")
-                    piece = [int(i) for i, n in zip(s[a:b], length[a:b], strict=True) if n]
-                    read = ReadText("", stream[at:start].astype(np.uint8).tobytes())
+                data = stream[at:start]
+                if self.same_vocabulary:
+                    first, last = np.searchsorted(ends, (at, start - 1), side="right")
+                    own = s[first : last + 1]
+                    piece = own[length[first : last + 1] > 0].tolist()
+                    read = ReadText("", data)
                 else:
-                    read = read_text(stream[at:start].astype(np.uint8).tobytes(), self.teacher)
-                    piece = encode(read.text)
+                    read = read_text(data, self.teacher)
+                    encoded = encode(read.text)
+                    piece = encoded.tolist() if isinstance(encoded, np.ndarray) else encoded
                 marks.append(self._to.clip(piece))
-                ids += piece.tolist() if isinstance(piece, np.ndarray) else piece
+                ids += piece
                 reads.append((at, out, read))
-                spelt.append(np.frombuffer(read.spelt, dtype=np.uint8).astype(np.uint16))
+                spelt.append(read.spelt)
                 out += len(read.spelt)
             if isinstance(what, int):
+                special_ids.append(len(ids))
+                special_at.append(out)
                 ids.append(self._targets[what])
                 marks.append(np.array([self._to.unknown + 1 + what]))
                 spelt.append(stream[start:stop])
@@ -329,19 +375,21 @@ class Aligner:
                 ids += what
                 marks.append(np.full(len(what), self._to.unknown))
             at = stop
-        offsets, changed = _joint_map(reads, stream, len(stream))
         return TeacherText(
             tuple(ids),
-            np.concatenate(marks) if marks else np.zeros(0, dtype=np.int64),
+            np.concatenate(marks),
             s,
+            places,
             length,
-            np.concatenate(spelt) if spelt else np.zeros(0, dtype=np.uint16),
-            offsets,
-            changed,
+            ends,
+            b"".join(spelt),
+            np.array(special_ids, dtype=np.int64),
+            np.array(special_at, dtype=np.int64),
+            *_joint_map(reads, len(stream)),
             silent,
         )
 
-    def _hide_thinking(self, s: IntArray, silent: IntArray) -> None:
+    def _hide_thinking(self, s: IntArray, silent: npt.NDArray[np.int8]) -> None:
         if self.thinking != "drop" or not (self._think[0] or self._think[1]):
             return
         starts = np.flatnonzero(np.isin(s, list(self._think[0])))
@@ -355,22 +403,63 @@ class Aligner:
 
     def align(self, text: TeacherText) -> Alignment:
         """Who stands for whom; `text` comes from `write`."""
-        t = text.symbols_of
-        return _align(
-            text.lengths,
-            text.spelt,
-            text.offsets,
-            text.changed,
-            text.silent,
-            self._to.length[t],
-            self._to.read(t, self._to.length[t]),
-            self.student.text_classes[text.student_ids],
+        t_start, t_length = self._to.places(text.symbols_of)
+        t_end = np.cumsum(t_length)
+        alike = t_end[-1:].sum() == len(text.spelt) and np.array_equal(t_end[text.special] - 1, text.special_at)
+        if alike and text.offsets is None:
+            partner, paired = _same_places(text, t_length, t_end)
+            if self._same_bytes(text, t_start, t_length, partner, paired):
+                pairs, class_of = np.where(paired, partner, -1), self.student.text_classes
+                return Alignment(pairs, text, text.silent, lambda: _spans(text, t_length, t_end), class_of)
+        return self.align_general(text)
+
+    def _same_bytes(
+        self, text: TeacherText, t_start: IntArray, t_length: IntArray, partner: IntArray, paired: BoolArray
+    ) -> bool:
+        """Whether the teacher spells what it should, if student tokens that are `paired` lie where their partners do.
+
+        Such pairs are compared by words, which puts nothing together; only what lies between them is read.
+        """
+        ours = np.flatnonzero(~paired)
+        if 2 * len(ours) > len(paired):
+            return self._to.read(t_start, t_length) == text.spelt
+        one, two = text.places >> 3, t_start[partner] >> 3
+        equal = self._from.words(one) == self._to.words(two)
+        equal |= ~paired
+        if not equal.all():
+            return False
+        left = text.lengths
+        long = np.flatnonzero(paired & (left > 8))
+        while len(long):
+            one, two, left = one[long] + 1, two[long] + 1, left[long] - 8
+            if not np.array_equal(self._from.words(one), self._to.words(two)):
+                return False
+            long = np.flatnonzero(left > 8)
+        rest = np.ones(len(t_length), dtype=np.bool_)
+        rest[partner[paired]] = False
+        theirs = np.flatnonzero(rest)
+        return self._from.read(text.places[ours], text.lengths[ours]) == self._to.read(
+            t_start[theirs], t_length[theirs]
         )
 
+    def align_general(self, text: TeacherText) -> Alignment:
+        """The same as `align` by the general way, for a teacher that spells something else than the student wrote, too."""
+        start, length = self._to.places(text.symbols_of)
+        ends = np.cumsum(length)
+        numbers = text.symbols_of[text.special] - self._to.unknown - 1
+        spelt = _symbols(text.spelt, text.special_at, numbers)
+        spells = _symbols(self._to.read(start, length), ends[text.special] - 1, numbers)
+        return _align(text, length, ends, spelt, spells, self.student.text_classes)
 
-def _joint_map(
-    reads: Sequence[tuple[int, int, ReadText]], stream: Symbols, n: int
-) -> tuple[IntArray | None, IntArray | None]:
+
+def _symbols(data: bytes, special_at: IntArray, numbers: IntArray) -> Symbols:
+    """A stream in which no special symbol equals a byte."""
+    out = np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+    out[special_at] = 256 + numbers
+    return out
+
+
+def _joint_map(reads: Sequence[tuple[int, int, ReadText]], n: int) -> tuple[IntArray | None, IntArray | None]:
     """The maps of all pieces of text as one over the whole stream; None where nothing changed anywhere."""
     if all(read.offsets is None for _, _, read in reads):
         return None, None
@@ -391,34 +480,71 @@ def _joint_map(
     return offsets, changed
 
 
+def _same_places(text: TeacherText, t_length: IntArray, t_end: IntArray) -> tuple[IntArray, BoolArray]:
+    """(partner [R], paired [R]): the teacher token that begins and ends where a sampled student token does, if there is one.
+
+    For streams of one length. Each place ends at most one token that has symbols.
+    """
+    j = np.arange(len(t_length))
+    if not t_length.all():
+        j = np.flatnonzero(t_length)
+    ending = np.zeros(len(text.spelt) + 1, dtype=np.int64)
+    ending[t_end[j]] = j
+    partner = ending.take(text.ends)
+    if not len(j):
+        return partner, np.zeros(len(partner), dtype=np.bool_)
+    paired = (t_end.take(partner) == text.ends) & (t_length.take(partner) == text.lengths)
+    paired &= text.silent < 0  # also what has no symbols
+    return partner, paired
+
+
+def _spans(text: TeacherText, t_length: IntArray, t_end: IntArray) -> tuple[IntArray, IntArray]:
+    """(span [R], teacher_span [Rt]) of two token lists that spell one stream: what lies between neighbouring common cuts."""
+    s_cut, t_cut = (np.zeros(len(text.spelt) + 1, dtype=np.bool_) for _ in range(2))
+    s_cut[text.ends], t_cut[t_end] = True, True
+    s_cut[0] = False  # the end of a token without symbols
+    rank = np.cumsum(s_cut & t_cut)
+    spans = [np.where(n > 0, rank.take(end - n), -1) for end, n in ((text.ends, text.lengths), (t_end, t_length))]
+    return _unspoilt(spans[0], spans[1], int(rank[-1]) + 1, text.silent)
+
+
+def _unspoilt(
+    span: IntArray, teacher_span: IntArray, spans: int, silent: npt.NDArray[np.int8]
+) -> tuple[IntArray, IntArray]:
+    """Without the spans of inserted text: it has its place in the stream, but nobody sampled it, and what shares a stretch with
+    it has no value of its own.
+    """
+    if not (silent >= 0).any():
+        return span, teacher_span
+    spoilt = np.zeros(spans + 1, dtype=np.bool_)
+    spoilt[span[silent >= 0] + 1] = True
+    spoilt[0] = False
+    return np.where(spoilt[span + 1], -1, span), np.where(spoilt[teacher_span + 1], -1, teacher_span)
+
+
 def _align(
-    s_length: npt.NDArray[np.int32],
+    text: TeacherText,
+    t_length: IntArray,
+    t_end: IntArray,
     spelt: Symbols,
-    offsets: IntArray | None,
-    changed: IntArray | None,
-    silent: IntArray,
-    t_length: npt.NDArray[np.int32],
-    t_stream: Symbols,
-    classes: IntArray,
+    spells: Symbols,
+    class_of: npt.NDArray[np.int8],
 ) -> Alignment:
-    """The heart: cut both streams at their common places. `spelt` is what the teacher should spell, `t_stream` what it does."""
-    R, n = len(s_length), len(t_stream)
-    s_end, t_end = np.cumsum(s_length, dtype=np.int64), np.cumsum(t_length, dtype=np.int64)
+    """Cut both streams at their common places. `spelt` is what the teacher should spell, `spells` what it does."""
+    R, n = len(text.lengths), len(spells)
+    s_length, s_end, offsets, changed = text.lengths, text.ends, text.offsets, text.changed
     s_seen, t_seen = s_length > 0, t_length > 0
-    as_written = len(spelt) == n and np.array_equal(spelt, t_stream)
-    if as_written and offsets is None:
-        return _align_plain(s_length, s_end, s_seen, silent, t_length, t_end, t_seen, classes)
-    touched = np.full(R, _PAIRED, dtype=np.int64)
+    touched = np.full(R, _PAIRED, dtype=np.int8)
     end = s_end
     if changed is not None and offsets is not None:
-        kinds = np.array([_PAIRED, _INVALID, _NORMALISED])
+        kinds = (_PAIRED, _INVALID, _NORMALISED)
         assert (INVALID_UTF8, NORMALISED) == (1, 2)
         for kind in (NORMALISED, INVALID_UTF8):
             hits = np.concatenate(([0], np.cumsum(changed == kind)))
             touched[hits[s_end] > hits[s_end - s_length]] = kinds[kind]
         end = offsets[s_end]
-    if not as_written:
-        end, unproven = _proven(end, s_length, spelt, t_stream, t_end, t_seen)
+    if not np.array_equal(spelt, spells):
+        end, unproven = _proven(end, s_length, spelt, spells, t_end, t_seen)
         touched[unproven & s_seen & (touched < 0)] = _UNPROVEN
     # A touched token has no span; what shares one with it is found out by the widths below, unless it was dropped whole.
     s_in, t_in = s_seen & (touched < 0), t_seen
@@ -436,59 +562,21 @@ def _align(
     span, teacher_span = np.full(R, -1, dtype=np.int64), np.full(len(t_length), -1, dtype=np.int64)
     span[s_in] = np.where(good[s_span], s_span, -1)
     teacher_span[t_in] = np.where(good[t_span], t_span, -1)
-    return _pair_up(span, teacher_span, spans, silent, touched, classes)
-
-
-def _align_plain(
-    s_length: npt.NDArray[np.int32],
-    s_end: IntArray,
-    s_seen: BoolArray,
-    silent: IntArray,
-    t_length: npt.NDArray[np.int32],
-    t_end: IntArray,
-    t_seen: BoolArray,
-    classes: IntArray,
-) -> Alignment:
-    """The same where both spell the same stream: each common cut ends one token of either side, and counting them is enough."""
-    n = int(s_end[-1]) if len(s_end) else 0
-    t_cut, s_cut = np.zeros(n + 1, dtype=np.bool_), np.zeros(n + 1, dtype=np.bool_)
-    t_cut[t_end], s_cut[s_end] = True, True
-    s_common, t_common = t_cut[s_end] & s_seen, s_cut[t_end] & t_seen
-    spans = int(np.count_nonzero(s_common))
-    span: IntArray = np.where(s_seen, np.cumsum(s_common, dtype=np.int64) - s_common, -1)
-    teacher_span: IntArray = np.where(t_seen, np.cumsum(t_common, dtype=np.int64) - t_common, -1)
-    return _pair_up(span, teacher_span, spans, silent, None, classes)
-
-
-def _pair_up(
-    span: IntArray, teacher_span: IntArray, spans: int, silent: IntArray, touched: IntArray | None, classes: IntArray
-) -> Alignment:
-    """Partners where a span has one token on each side; reasons for the others."""
-    out_of_it = silent >= 0
-    if out_of_it.any():
-        # Inserted text has its place in the stream, but nobody sampled it: what shares a stretch with it has no value of
-        # its own.
-        spoilt = np.zeros(spans + 1, dtype=np.bool_)
-        spoilt[span[out_of_it] + 1] = True
-        spoilt[0] = False
-        span = np.where(spoilt[span + 1], -1, span)
-        teacher_span = np.where(spoilt[teacher_span + 1], -1, teacher_span)
-    # Entry 0 counts and answers for tokens without a span.
+    both = span, teacher_span = _unspoilt(span, teacher_span, spans, text.silent)
+    # A pair is a span with one token on each side. Entry 0 counts and answers for tokens without a span.
     s_count = np.bincount(span + 1, minlength=spans + 1)
     t_count = np.bincount(teacher_span + 1, minlength=spans + 1)
     partner = np.zeros(spans + 1, dtype=np.int64)
     partner[teacher_span + 1] = np.arange(len(teacher_span))
     partner[(s_count != 1) | (t_count != 1)] = -1
     partner[0] = -1
-    teacher_index = partner[span + 1]
-    reason = np.where(out_of_it, silent, _BOUNDARY if touched is None else np.where(touched >= 0, touched, _BOUNDARY))
-    reason[teacher_index >= 0] = _PAIRED
-    return Alignment(teacher_index, span, teacher_span, reason, classes)
+    masked = np.where(text.silent >= 0, text.silent, touched)
+    return Alignment(partner[span + 1], text, masked, lambda: both, class_of)
 
 
 def _proven(
     end: IntArray,
-    s_length: npt.NDArray[np.int32],
+    s_length: IntArray,
     spelt: Symbols,
     t_stream: Symbols,
     t_end: IntArray,

@@ -94,7 +94,7 @@ def read_text(data: bytes, reader: TokenBytes) -> ReadText:
         plain = False
     # Deleting them in one pass is the fastest way to see whether there are any.
     dropped = bytes(sorted(reader.unwritable_bytes))
-    if plain and not _rewrites(text, reader) and len(data.translate(None, dropped)) == len(data):
+    if plain and not _rewrites(text, reader) and not (dropped and len(data.translate(None, dropped)) < len(data)):
         return ReadText(text, data)
     text, offsets, broken = readable_text(data)
     changed = np.where(broken, INVALID_UTF8, 0).astype(np.int64)

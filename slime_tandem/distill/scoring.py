@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from slime_tandem.config import AlignmentPolicy, Support
-from slime_tandem.distill.alignment import Aligner, Bridge, TeacherText, count_reasons
+from slime_tandem.distill.alignment import Aligner, Bridge, TeacherText, as_floats, count_reasons
 from slime_tandem.distill.candidates import (
     Twins,
     exact_log_probs,
@@ -26,7 +27,7 @@ from slime_tandem.distill.candidates import (
 )
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.errors import DataError, ModelError, TeacherScoreError, explain
-from slime_tandem.types import AlignedScores, Message, TandemSample
+from slime_tandem.types import AlignedScores, FloatArray, Message, TandemSample
 
 TEACHER_KEY = "teacher"
 """Key of `Prompt.metadata` that chooses a sample's teachers by name: a string or a list of them."""
@@ -191,7 +192,7 @@ class _Plan:
     text: TeacherText
 
 
-def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> list[float]:
+def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:
     """The last `len(response)` input log-probs of an answer [Rt], nats.
 
     Taken from the end, because engines differ in whether the entry at `logprob_start_len` itself is returned. Raises
@@ -200,7 +201,7 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
     """
     n = len(response)
     if n == 0:
-        return []
+        return np.zeros(0)
     values, ids = result.input_log_probs[-n:], result.input_ids[-n:]
     if len(values) < n or not same_ids(ids, response):
         raise TeacherScoreError(
@@ -211,19 +212,21 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
                 f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
             )
         )
-    out: list[float] = []
-    for position, value in enumerate(values):
-        if value is None or not math.isfinite(value) or value > 1e-4:
-            raise TeacherScoreError(
-                explain(
-                    f"{role} answer {result.rid}, response position {position}",
-                    value,
-                    "a finite log-probability of at most 0",
-                    f"the {role}'s server is faulty or gives the token no probability at all",
-                )
+    try:
+        out = as_floats(values)  # type: ignore[arg-type]  # a None is told below
+    except struct.error:
+        out = np.array([math.nan if value is None else value for value in values])
+    bad = np.flatnonzero(~(np.isfinite(out) & (out <= 1e-4)))
+    if len(bad):
+        raise TeacherScoreError(
+            explain(
+                f"{role} answer {result.rid}, response position {bad[0]}",
+                values[bad[0]],
+                "a finite log-probability of at most 0",
+                f"the {role}'s server is faulty or gives the token no probability at all",
             )
-        out.append(min(value, 0.0))
-    return out
+        )
+    return np.minimum(out, 0.0)
 
 
 async def student_candidates(
@@ -336,7 +339,7 @@ class TeacherPanel:
 def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
     """One teacher out of several (weight, scores): the weighted mean of log-probs over those that have a value at a position.
 
-    A position without any value keeps the first teacher's reason (`AlignedScores.reason`). Raises DataError for
+    A position without any value keeps the first teacher's reason. Raises DataError for
     candidates of several teachers, whose distributions cannot be merged from lists.
 
     >>> from slime_tandem.distill.token_bytes import TokenBytes
@@ -367,10 +370,9 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
     total = (weights * masks).sum(0)
     mask = total > 0
     mean = np.where(mask, (weights * masks * values).sum(0) / np.where(mask, total, 1.0), 0.0)
-    first = views[0][1]
-    assert first.reason is not None, "scores of an alignment say why"
-    reason = np.where(mask, -1, first.reason)
-    return AlignedScores(mean, mask, count_reasons(reason), classes=first.classes, reason=reason)
+    origin = views[0][1].origin
+    assert origin is not None, "scores of an alignment say why"
+    return AlignedScores(mean, mask, count_reasons(origin.reason[~mask]), origin=origin)
 
 
 _PROBE = "Self-test: 12345 + 678, caf\u00e9, \u4f60\u597d, \U0001f680\n\ndef f(x):\n    return x\n"

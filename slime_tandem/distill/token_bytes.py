@@ -148,7 +148,7 @@ class TokenBytes:
         return np.frombuffer(b"".join(data or b"" for data in self.table), dtype=np.uint8), ends - length, length
 
     @cached_property
-    def text_classes(self) -> IntArray:
+    def text_classes(self) -> npt.NDArray[np.int8]:
         """[V+1]: index into `TEXT_CLASSES` of what each id writes; the last entry is for ids outside the table.
 
         >>> table = TokenBytes((b" the", b"42", "\u4f60".encode(), b"](", None), frozenset({4}), frozenset())
@@ -156,7 +156,7 @@ class TokenBytes:
         ['text', 'digits', 'cjk', 'code', 'special', 'special']
         """
         kinds = [*(_text_class(data) for data in self.table), TEXT_CLASSES.index("special")]
-        return np.array(kinds, dtype=np.int64)
+        return np.array(kinds, dtype=np.int8)
 
     @cached_property
     def fingerprint(self) -> str:

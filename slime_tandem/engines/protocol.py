@@ -145,6 +145,8 @@ def same_ids(reported: Sequence[int], sent: Sequence[int]) -> bool:
     """
     if len(reported) != len(sent):
         return False
+    if tuple(reported) == tuple(sent):
+        return True
     highest = max(sent, default=0)
     return all(a == b or (a == 0 and b == highest) for a, b in zip(reported, sent, strict=True))
 

@@ -14,7 +14,7 @@ from typing import Any
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.errors import TokenizerMismatchError
+from slime_tandem.errors import ConfigError, TokenizerMismatchError, explain
 from slime_tandem.evaluation.figures import (
     TITLES,
     Figure,
@@ -73,6 +73,16 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
 
     `say` is told what goes on. Raises TandemError kinds.
     """
+    for i, task in enumerate(config.tasks):
+        if task.environment is not None:
+            raise ConfigError(
+                explain(
+                    f"tasks.{i}.environment",
+                    task.environment,
+                    "null for `slime-tandem eval`, whose figures are of responses of one turn",
+                    "leave it out; `train` evaluates with it",
+                )
+            )
     tasks = TaskSet(config.tasks, config.seed)
     prompts = tasks.heldout_prompts(config.eval.prompts)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})

@@ -80,5 +80,5 @@ async def log_probs_of(engine: Engine, readings: Sequence[Reading], *, role: str
             for i in part
         ]
         for i, result in zip(part, await engine.generate(requests), strict=True):
-            out[i] = np.array(response_log_probs(result, readings[i].response_ids, role))
+            out[i] = response_log_probs(result, readings[i].response_ids, role)
     return out

@@ -124,7 +124,9 @@ class Recipe:
     def key(self) -> str:
         """Hash of the recipe, of the task and of sample worksheets (so that a change of their writing counts)."""
         samples = ["".join(text for text, _ in worksheet("47 + 58", 0.5, Random(i))) for i in range(20)]  # noqa: S311
-        content = json.dumps([dataclasses.asdict(self), TASK.model_dump(), samples], sort_keys=True)
+        content = json.dumps(
+            [dataclasses.asdict(self), TASK.model_dump(exclude={"environment", "max_turns"}), samples], sort_keys=True
+        )
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
@@ -172,7 +174,7 @@ def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe
             measured = _run_workers(Path(folder), recipe)
             record = {
                 "recipe": dataclasses.asdict(recipe),
-                "task": TASK.model_dump(),
+                "task": TASK.model_dump(exclude={"environment", "max_turns"}),
                 "models": measured,
                 "seconds": round(time.monotonic() - started, 1),
             }

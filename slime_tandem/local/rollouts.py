@@ -102,7 +102,7 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: fro
     tokens = np.array([len(s.response_ids) for s in samples])
     senior = np.array([s.senior_tokens for s in samples])
     junior = np.array([s.junior_tokens for s in samples])
-    total = float(max(tokens.sum(), 1))
+    total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
     metrics: dict[str, float | None] = {
         "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
         "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
@@ -143,7 +143,7 @@ def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> 
         ]
     )
     out["opd/teacher_kl"] = float(deltas.mean()) if deltas.size else None
-    masks = np.concatenate([a.mask for _, a in with_teacher])
+    masks = np.concatenate([a.mask[np.asarray(s.loss_mask) == 1] for s, a in with_teacher])
     out["opd/coverage"] = float(masks.mean()) if masks.size else None
     ends = [
         (a.mask[-1], s.log_probs[-1] - a.log_probs[-1])
@@ -179,11 +179,12 @@ def evaluate(
         tandem_accuracy = _accuracy(tandem, tasks)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
+    sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
     return {
         "eval/solo_accuracy": accuracy,
         "eval/tandem_accuracy": tandem_accuracy,
         "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
-        "eval/senior_token_fraction": sum(s.sample.senior_tokens for s in tandem) / max(tokens, 1),
+        "eval/senior_token_fraction": sum(s.sample.senior_tokens for s in tandem) / max(sampled, 1),
         "eval/teacher_kl": kl["opd/teacher_kl"],
         "eval/coverage": kl["opd/coverage"],
         "eval/response_tokens_mean": tokens / len(tandem),

@@ -26,6 +26,7 @@ from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import ConfigError, ModelError, TeacherScoreError, explain
+from slime_tandem.local.environments import Environments
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
 from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
@@ -146,6 +147,7 @@ class Team:
                     check_model_folder(folder)
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
+        self.environments = Environments(config.tasks, self.student)
         self.spellers = None
         if config.tandem.enabled and config.tandem.junior_tokenizer == "same":
             require_same_tokenizer(self.student, self.tokenizers["junior"])
@@ -404,7 +406,13 @@ class Team:
             if self.config.engine.sessions:
                 for author, client in clients.items():
                     engines[author] = await stack.enter_async_context(SessionEngine(client))
-            return await write_lockstep(writers, engines, senior_version=self.senior_version, on_finished=on_finished)
+            return await write_lockstep(
+                writers,
+                engines,
+                senior_version=self.senior_version,
+                environment=self.environments,
+                on_finished=on_finished,
+            )
 
     @property
     def panel(self) -> TeacherPanel:

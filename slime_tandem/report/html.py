@@ -302,7 +302,7 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
 def _token(token: Mapping[str, Any]) -> TokenView:
     senior = token["author"] == SENIOR
     own, teacher = token["log_prob"], token["teacher_log_prob"]
-    css = ["k", "s" if senior else "j"]
+    css = ["k", "s" if senior else "i" if token["author"] is None else "j"]
     if senior:
         css.append("na" if teacher is None else shade(own - teacher))
     return TokenView(" ".join(css), visible(token["text"]), f"{own:.3f}", None if teacher is None else f"{teacher:.3f}")

@@ -37,13 +37,14 @@ _FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_eve
 
 @dataclass(frozen=True, slots=True)
 class TranscriptToken:
-    """One response token: its text, its author (1 senior, 0 junior), the author's and the teacher's log-prob in nats.
+    """One response token: its text, its author (1 senior, 0 junior, None: inserted text), the author's and the teacher's
+    log-prob in nats.
 
     `teacher_log_prob` is None where the teacher has no proven token of the same bytes, or no teacher answered.
     """
 
     text: str
-    author: int
+    author: int | None
     log_prob: float
     teacher_log_prob: float | None
 
@@ -71,9 +72,9 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     teacher_log_probs: Sequence[float | None] = [None] * len(s.response_ids)
     if teacher is not None:
         teacher_log_probs = [float(v) if ok else None for v, ok in zip(teacher.log_probs, teacher.mask, strict=True)]
+    authors = [a if sampled else None for a, sampled in zip(s.authorship_mask, s.loss_mask, strict=True)]
     tokens = tuple(
-        TranscriptToken(*parts)
-        for parts in zip(token_texts, s.authorship_mask, s.log_probs, teacher_log_probs, strict=True)
+        TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
     return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
 

@@ -203,6 +203,20 @@ class TandemWriter:
         return self._finish
 
     @property
+    def chat(self) -> list[Message]:
+        """The chat since the prompt: each turn of the models as the assistant's, and the messages between turns."""
+        out, at = [], 0
+        for (start, stop), messages in zip(self._inserted, self._messages, strict=True):
+            out += [Message("assistant", self._text(at, start, 0)), *messages]
+            at = stop
+        return [*out, Message("assistant", self._text(at, len(self.response_ids), self._cut))]
+
+    def _text(self, start: int, stop: int, cut: int) -> str:
+        """Text of response tokens, without the last `cut` bytes."""
+        data = self.tokens.join(self.response_ids[start:stop])
+        return data[: len(data) - cut].decode("utf-8", "replace")
+
+    @property
     def _needs_last_score(self) -> bool:
         return self._score_junior and self._finish != "abort" and self._scored < len(self.response_ids)
 
@@ -463,7 +477,6 @@ class TandemWriter:
         scores: tuple[float, ...] = ()
         if self._score_junior and self._finish != "abort":
             scores = tuple(value for value in self._senior_log_probs if value is not None)
-        data = self.tokens.join(self.response_ids)
         return TandemSample(
             key=self.key,
             group_id=self.group_id,
@@ -473,7 +486,7 @@ class TandemWriter:
             authorship_mask=tuple(self._authors),
             log_probs=tuple(self._log_probs),
             finish_reason=self._finish,
-            text=data[: len(data) - self._cut].decode("utf-8", "replace"),
+            text="".join(m.content for m in self.chat if m.role == "assistant"),
             runs=tuple(self._runs),
             discarded_tokens=self._discarded,
             requests=self._requests,

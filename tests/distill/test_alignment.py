@@ -599,6 +599,66 @@ def test_teacher_ids_that_have_nothing_to_do_with_the_text_never_raise(a: list[i
     assert len(aligned.span) == len(a)
 
 
+def check_that_the_short_way_is_right(aligner: Aligner, text: Any) -> None:
+    """`align` against the general way, in all that an alignment knows."""
+    short, general = aligner.align(text), aligner.align_general(text)
+    for name in ("teacher_index", "span", "teacher_span", "reason", "classes"):
+        assert getattr(short, name).tolist() == getattr(general, name).tolist(), name
+    assert short.scores(np.zeros(len(text.ids))).unaligned == general.scores(np.zeros(len(text.ids))).unaligned
+
+
+LETTERS = st.text("ab\x00 \u00e9", min_size=1, max_size=20).map(str.encode)
+TABLES = st.lists(st.one_of(LETTERS, st.binary(max_size=3), st.none()), min_size=1, max_size=12).map(
+    lambda pieces: table(b"a", b"b", *pieces, None, eos=[len(pieces) + 2], names={len(pieces) + 2: "<|im_end|>"})
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(s=TABLES, t=TABLES, data=st.data())
+def test_the_short_way_and_the_general_way_agree(s: TokenBytes, t: TokenBytes, data: Any) -> None:
+    """Random vocabularies and ids: a teacher that cuts the text in its own way, and one that spells anything."""
+    aligner = Aligner(s, t, end_of_turn=len(t.table) - 1, reuse_ids=data.draw(st.booleans()))
+    ids = data.draw(st.lists(st.integers(-1, len(s.table)), max_size=20))
+    stop = data.draw(st.integers(0, len(ids)))
+    inserted = [(stop // 2, stop)] if stop // 2 < stop and data.draw(st.booleans()) else []
+
+    def encode(text: str) -> list[int]:
+        rest, out = text.encode(), []
+        while rest:  # any piece that fits; what the vocabulary cannot spell, it leaves out
+            fits = [i for i, p in enumerate(t.table) if p and rest.startswith(p)]
+            out += [i := data.draw(st.sampled_from(fits))] if fits else []
+            rest = rest[len(t.table[i] or b"") if fits else 1 :]
+        if data.draw(st.integers(0, 4)) == 0 and out:
+            out[data.draw(st.integers(0, len(out) - 1))] = data.draw(st.integers(-1, len(t.table)))
+        return out
+
+    check_that_the_short_way_is_right(aligner, aligner.write(ids, encode, inserted=inserted))
+
+
+@pytest.mark.parametrize(("student", "teacher"), COMBINATIONS)
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_the_short_way_agrees_on_text(sides: Any, student: str, teacher: str, text: str) -> None:
+    (student_hf, s), (hf, t) = sides[student], sides[teacher]
+    aligner = Aligner(s, t, end_of_turn=hf.eos_token_id)
+    ids = [*student_hf.encode(text, add_special_tokens=False), student_hf.eos_token_id]
+    check_that_the_short_way_is_right(aligner, aligner.write(ids, encoder(hf)))
+
+
+@pytest.mark.parametrize("said", [b"ABCDEFGH1234567_x", b"ABCDEFG_12345678x", b"ABCDEFGH12345678_"])
+def test_equal_places_are_no_proof_however_long_the_token(said: bytes) -> None:
+    """The short way compares eight bytes at once; the last one of a word, and the last of all, must count."""
+    letters = [bytes([b]) for b in range(256)]
+    s, t = table(b"ABCDEFGH12345678x", "y", *letters), table(said, "y", *letters)
+    assert pairs(align([0, 1], s, [0, 1], t)) == [None, 1]
+    assert pairs(align([1, 0], s, [1, 0], t)) == [0, None]
+    assert counts(align([0, 0, 1, 1], s, [0, 0, 1, 1], t)) == {"unproven": 2}
+    # The same bytes between two pairs, where the two cut them at other places.
+    cut = table(said[:4], said[4:], "y", *letters)
+    assert pairs(align([1, 0, 1], s, [2, 0, 1, 2], cut)) == [0, None, 3]
+    assert counts(align([1, 0, 1], s, [2, 0, 1, 2], cut)) == {"unproven": 1}
+
+
 def test_a_long_broken_response_is_no_trouble() -> None:
     rng = random.Random(0)
     s = TokenBytes(tuple(bytes([b]) for b in range(256)), frozenset(), frozenset())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import unicodedata
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from slime_tandem.distill.scoring import Teacher, TeacherPanel, check_teacher, c
 from slime_tandem.distill.special_tokens import map_special_tokens
 from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.errors import DataError, ModelError
-from slime_tandem.types import AlignedScores, Message, Prompt, SampleKey, TandemSample
+from slime_tandem.types import AlignedScores, Message, Origin, Prompt, SampleKey, TandemSample
 
 from .conftest import ENGLISH, byte_level, sentence_piece
 
@@ -135,7 +136,8 @@ def test_metadata_of_another_type_is_told(chosen: object) -> None:
 
 def test_huge_weights_are_weights() -> None:
     def score(value: float) -> AlignedScores:
-        return AlignedScores(np.array([value]), np.array([True]), {}, reason=np.array([-1]), classes=np.array([0]))
+        origin = cast("Origin", SimpleNamespace(reason=np.array([-1])))
+        return AlignedScores(np.array([value]), np.array([True]), {}, origin)
 
     assert combine([(1e308, score(-5.0)), (1e308, score(-7.0))]).log_probs.tolist() == [-6.0]
 

@@ -178,13 +178,13 @@ def test_a_faulty_answer_fails_its_own_sample_only(fault: str, max_batch: int) -
 
 def test_rounding_above_zero_is_zero() -> None:
     result = GenerateResult("r", (), (), "length", "v", input_log_probs=(None, 5e-5, -0.5), input_ids=(7, 1, 2))
-    assert response_log_probs(result, [1, 2]) == [0.0, -0.5]
+    assert response_log_probs(result, [1, 2]).tolist() == [0.0, -0.5]
 
 
 def test_a_fault_in_the_prompt_part_does_not_matter() -> None:
     result = GenerateResult("r", (), (), "length", "v", input_log_probs=(None, None, -0.5), input_ids=(7, 8, 2))
-    assert response_log_probs(result, [2]) == [-0.5]
-    assert response_log_probs(result, []) == []
+    assert response_log_probs(result, [2]).tolist() == [-0.5]
+    assert response_log_probs(result, []).tolist() == []
 
 
 def test_an_unreachable_teacher_is_not_a_faulty_sample() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import FILES, cache_dir, load
 
+from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.token_bytes import encode_exact
 from slime_tandem.distill.vocabularies import parse_sentencepiece, parse_tekken, parse_tiktoken
 from slime_tandem.errors import ModelError
 
@@ -74,6 +77,30 @@ def test_a_sentencepiece_model() -> None:
     ).inserts_leading_space
     assert parse_sentencepiece(sentencepiece(lambda m: setattr(m.trainer_spec, "eos_id", -1))).eos_ids == frozenset()
     assert parse_sentencepiece(sentencepiece(), frozenset({1, 2})).eos_ids == {1, 2}
+
+
+REAL = ["qwen", "llama3", "smollm2", "gemma3", "mistral-v3", "tekken", "o200k", "deepseek", "gpt2"]
+PROSE = [
+    "The quick brown fox jumps over 12345 lazy dogs, and then some.\n\n    def f(x):\n                return x == 3.14\n",
+    "\u4f60\u597d\uff0c\u4e16\u754c \U0001f680 caf\u00e9 \u00fcber \uc548\ub155 \u05e9\u05dc\u05d5\u05dd ",
+    "-" * 70 + "\x00\t" + " " * 40,
+]
+
+
+@pytest.mark.parametrize(("student", "teacher"), [*zip(REAL, [*REAL[1:], REAL[0]], strict=True)])
+def test_the_short_way_of_aligning_agrees_with_the_general_one(student: str, teacher: str) -> None:
+    """Text as it comes, cut letter by letter, and at random ids; the whole of what both ways know."""
+    s, t = load(student), load(teacher)
+    aligner = Aligner(s.tokens, t.tokens, end_of_turn=min(t.tokens.eos_ids))
+    rng = random.Random(0)
+    written = [i for text in PROSE for i in encode_exact(s.tokens, s.encode, text)]
+    spelt = [i for text in PROSE for c in text for i in encode_exact(s.tokens, s.encode, c)]
+    odd = [rng.randrange(-1, len(s.tokens.table) + 9) for _ in range(30)]
+    for ids in (written, spelt, [*written, min(s.tokens.eos_ids)], [*written, *odd, *spelt], odd):
+        text = aligner.write(ids, lambda x: encode_exact(t.tokens, t.encode, x))
+        short, general = aligner.align(text), aligner.align_general(text)
+        for name in ("teacher_index", "span", "teacher_span", "reason"):
+            assert getattr(short, name).tolist() == getattr(general, name).tolist(), name
 
 
 @pytest.mark.parametrize("name", ["mistral-v1", "mistral-v3", "gemma3"])

@@ -347,6 +347,37 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
         )
 
 
+def test_a_run_of_two_turns(trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """A tool answers between the turns: nobody is trained on its text, and the teacher reads it in markup of its own."""
+    (tmp_path / "my_tools.py").write_text(
+        "from slime_tandem.types import Message\n"
+        "async def echo(prompt, chat):\n"
+        "    return [Message('tool', f'{len(chat[-1].content)} <answer>{prompt.label}</answer>')]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = settings(trio, tmp_path, control=False)
+    changes["tasks"] = [{**BASE["tasks"][0], "environment": "my_tools:echo", "max_turns": 3}]
+    changes["sampling"] = {"max_new_tokens": 120, "stop": ["e", "a", " ", "n", "t", "1"]}
+    changes["train"] = {**BASE["train"], "steps": 1}
+    config = RunConfig.from_mapping(changes)
+    train(config)
+    steps = rows(config.run_dir / "metrics.jsonl")
+    assert len(steps) == 1
+    for row in steps:
+        # What the tool says holds the answer: that the reward is 0 shows that it is not read as the model's.
+        assert row["rollout/accuracy"] == row["rollout/failed_samples"] == row["opd/failed_samples"] == 0
+        assert row["opd/unaligned_inserted"] > 0
+        assert 0 < row["opd/coverage"] <= 1
+        assert row["tandem/junior_token_fraction"] == pytest.approx(1 - row["tandem/senior_token_fraction"])
+        assert row["train/logprob_diff"] < 1e-3
+    for row in rows(config.run_dir / "transcripts.jsonl"):
+        text = "".join(token["text"] for token in row["tokens"] if token["author"] is None)
+        assert text.count("<|tool|>") == text.count("<|assistant|>") == 2, "three turns"
+        assert text.count(f"<answer>{row['label']}</answer>") == 2
+        assert all(token["teacher_log_prob"] is None for token in row["tokens"] if token["author"] is None)
+        assert any(token["teacher_log_prob"] is not None for token in row["tokens"])
+
+
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
     changes = settings(trio, tmp_path, control=False, engine={**BASE["engine"], "junior_url": _urls["junior_url"]})

@@ -1,0 +1,126 @@
+"""What answers between a model's turns: tools and the like, in chat messages. One is built in, others are `module:function`.
+
+An environment is a function of the prompt and the chat since then. Its messages stand behind the turn in the senior's own
+markup; nobody sampled them (no loss), and each teacher reads them in the markup of its own template.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Sequence
+
+from slime_tandem.config import TaskSpec
+from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.rollout.drive import NextTurn
+from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.types import Message, Prompt
+
+Answer = Sequence[Message] | None
+Respond = Callable[[Prompt, Sequence[Message]], Answer | Awaitable[Answer]]
+"""(prompt, chat since the prompt, the model's turn last) -> messages before its next turn; None or none: it is done. They
+are of any role but the assistant's; it may be async. Equal arguments must get equal answers, or a run cannot be repeated."""
+
+_SUM = re.compile(r"(?<![\w.])\d{1,9}(?: ?[-+*] ?\d{1,9}){1,9}(?= ?=)")
+
+
+def calculator(prompt: Prompt, chat: Sequence[Message]) -> Answer:
+    """Works out each sum that the last turn wrote before an equals sign (whole numbers; +, -, *), whatever result it gave.
+
+    >>> calculator(Prompt("p", (), None, "t"), [Message("assistant", " 7+8 =14 ; 4*3-1 = 11 ; <answer>114</answer>")])
+    (Message(role='tool', content='7+8 =15 ; 4*3-1 =11'),)
+    """
+    found = _SUM.findall(chat[-1].content)
+    return (Message("tool", " ; ".join(f"{text} ={_value(text)}" for text in found)),) if found else None
+
+
+def _value(text: str) -> int:
+    total = 0
+    for sign, product in re.findall(r"([-+]?)([^-+]+)", text.replace(" ", "")):
+        value = 1
+        for factor in product.split("*"):
+            value *= int(factor)
+        total += -value if sign == "-" else value
+    return total
+
+
+BUILT_IN: dict[str, Respond] = {"calculator": calculator}
+
+
+def find(name: str, where: str) -> Respond:
+    """The environment of this name; ConfigError, naming `where`, for one that is neither built in nor importable."""
+
+    def refusal(why: str) -> ConfigError:
+        known = ", ".join(BUILT_IN)
+        return ConfigError(
+            explain(where, name, f"{known}, or module:function ({why})", "correct the name, or the import path")
+        )
+
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise refusal("no built-in one has this name")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # an import runs the user's code
+        raise refusal(" ".join(f"{type(error).__name__}: {error}".split())) from error
+    if not callable(found):
+        raise refusal(f"it is a {type(found).__name__}")
+    respond: Respond = found
+    return respond
+
+
+class Environments:
+    """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `find`.
+
+    `student` writes the messages in the senior's markup.
+    """
+
+    def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer) -> None:
+        self._specs, self._student = specs, student
+        self._responds = {
+            i: find(spec.environment, f"tasks.{i}.environment")
+            for i, spec in enumerate(specs)
+            if spec.environment is not None
+        }
+
+    async def __call__(self, writer: TandemWriter) -> NextTurn | None:
+        """What comes before the next turn of this response; None if it is complete.
+
+        Raises DataError for an environment that raises, or answers anything but messages; ModelError if the senior's template
+        refuses these.
+        """
+        index = writer.prompt.metadata.get("spec", -1)
+        if index not in self._responds:
+            return None
+        respond, spec, chat = self._responds[index], self._specs[index], writer.chat
+        if sum(m.role == "assistant" for m in chat) >= spec.max_turns:
+            return None
+        where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
+        try:
+            answer = respond(writer.prompt, chat)
+            messages = await answer if inspect.isawaitable(answer) else answer
+        except Exception as error:  # the user's code
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(explain(where, why, "messages or None", "mend the function")) from error
+        if not messages:
+            return None
+        if not isinstance(messages, Sequence) or not all(
+            isinstance(m, Message) and isinstance(m.content, str) and m.role in ("user", "tool", "system")
+            for m in messages
+        ):
+            raise DataError(
+                explain(
+                    where,
+                    messages,
+                    "a sequence of Message of the roles tool, user or system, or None",
+                    "mend the function",
+                )
+            )
+        ids = self._student.bridge(messages)
+        # The end of turn that was sampled stands there already.
+        ended = writer.response_ids[-1] in self._student.tokens.eos_ids
+        return NextTurn(ids[1:] if ended and ids[:1] == [self._student.end_of_turn] else ids, messages)
