@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,15 +76,19 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
         for family in sorted(families - {"jsonl"}):
             mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
             mine = mine or [s.name for s in opd.teachers if s.tasks is None]
-            if len(mine) > 1 and opd.signal != "sampled":
-                raise ConfigError(
-                    explain(
-                        "opd.signal",
-                        opd.signal,
-                        f"sampled where several teachers score one task ({family}: {', '.join(mine)})",
-                        "name each task in the `tasks` of one teacher only, or set opd.signal=sampled",
+            for setting, value, usual in (
+                ("opd.signal", opd.signal, "sampled"),
+                ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+            ):
+                if len(mine) > 1 and value not in (usual, "full"):
+                    raise ConfigError(
+                        explain(
+                            setting,
+                            value,
+                            f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
+                            f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                        )
                     )
-                )
         return {f"teacher {spec.name}": spec for spec in opd.teachers}
     alone = TeacherSpec(
         name="teacher",
@@ -164,6 +169,7 @@ class Team:
         self.close()
 
     def _start(self) -> None:
+        gc.freeze()  # as in the servers: libraries and tokenizers stay
         e = self.config.engine
         key = self._api_key()
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -213,8 +219,14 @@ class Team:
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
         if self.teacher_specs:
-            opd = self.config.opd
-            scoring = Scoring(opd.alignment, 0 if opd.signal == "sampled" else opd.top_k, opd.support)
+            opd, chosen = self.config.opd, self.config.opd.selection
+            scoring = Scoring(
+                opd.alignment,
+                0 if opd.signal == "sampled" else opd.top_k,
+                opd.support,
+                0 if chosen.mask == "full" else chosen.top_k,
+                chosen.missing_mass == "exact",
+            )
             self._panel = TeacherPanel([self._teacher(role) for role in self.teacher_specs], scoring)
 
     def _max_tokens(self, role: Role) -> int | None:
@@ -387,9 +399,12 @@ class Team:
         assert self._panel is not None, "no teacher in this run"
         return self._panel
 
-    def score(self, samples: Sequence[TandemSample]) -> list[AlignedScores | TeacherScoreError]:
-        """The teachers' view of each sample, in order; raises EngineError kinds if a server fails as a whole."""
-        return self.runner.run(self.panel.score(samples, self.clients["senior"]))
+    def score(self, samples: Sequence[TandemSample], *, plain: bool = False) -> list[AlignedScores | TeacherScoreError]:
+        """The teachers' view of each sample, in order (`plain`: without candidates and lists).
+
+        Raises EngineError kinds if a server fails as a whole.
+        """
+        return self.runner.run(self.panel.score(samples, self.clients["senior"], plain=plain))
 
     async def _write_and_score(
         self, writers: Sequence[TandemWriter], at_once: int
@@ -421,6 +436,12 @@ class Team:
     def _teacher(self, role: Role) -> Teacher:
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
+        most = min(len(self.student.tokens.table), len(t.tokens.table))
+        for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
+            if k > most:  # both defaults are within any vocabulary
+                raise ConfigError(
+                    explain(f"opd.{setting}", k, f"at most {most}, all tokens of the smaller vocabulary", "lower it")
+                )
         aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
         teacher = Teacher(
             self.clients[role],
