@@ -431,6 +431,10 @@ class EvalConfig(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts")
     samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
     every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+    tandem: bool = Field(
+        False,
+        description="co-written responses also where the senior trains alone (tandem.enabled=false): starts the junior",
+    )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
     top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")

@@ -19,7 +19,7 @@ from slime_tandem.distill.alignment import Aligner, Alignment
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import TeacherScoreError, explain
-from slime_tandem.types import Candidates, IntArray, TopLists
+from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
 
 _WINDOW, _WINDOW_VALUES = 32, 1024
 """Most positions and values per request for exact log-probs: it answers for every asked id at every position of it."""
@@ -65,13 +65,11 @@ class Twins:
                 out[target] = i
         return out
 
-    def teacher_of_id(self, token: int) -> int:
-        """The teacher's id of a student's; -1 for none and for an id past the table."""
-        return int(self.teacher_of[token]) if 0 <= token < len(self.teacher_of) else -1
-
-    def student_of_id(self, token: int) -> int:
-        """The student's id of a teacher's; -1 for none and for an id past the table."""
-        return int(self.student_of[token]) if 0 <= token < len(self.student_of) else -1
+    @staticmethod
+    def of(table: IntArray, ids: IntArray) -> IntArray:
+        """Entries of one of the tables, of the shape of `ids`; -1 for -1 and for ids past the table."""
+        inside = (ids >= 0) & (ids < len(table))
+        return np.where(inside, table[np.where(inside, ids, 0)], -1)
 
 
 def _least_likely_first(tokens: TokenBytes) -> list[tuple[int, bytes | None]]:
@@ -210,7 +208,7 @@ def _answers(result: GenerateResult, wanted: Sequence[frozenset[int]], start: in
                     f"see the {role}'s log",
                 )
             )
-        mine = [(told[i], i) for i in wanted[at]]
+        mine = tuple((told[i], i) for i in wanted[at])
         out.append(_checked(mine, result.rid, start + at, role) if mine else {})
     return out
 
@@ -266,15 +264,15 @@ def gather_candidates(
         chosen: dict[int, float] = {}
         if support != "student":
             for token, value in _best(known_t, k):
-                twin = twins.student_of_id(token)
+                twin = int(twins.student_of[token]) if token < len(twins.student_of) else -1
                 if twin >= 0:
                     chosen[twin] = value
         if support != "teacher":
             assert student is not None
             for token, _ in _best(known_s, k):
-                twin = twins.teacher_of_id(token)
+                twin = int(twins.teacher_of[token]) if token < len(twins.teacher_of) else -1
                 # Several ends of turn share one twin: its mass must not count twice.
-                if twin >= 0 and twins.student_of_id(twin) == token:
+                if twin >= 0 and int(twins.student_of[twin]) == token:
                     chosen[token] = known_t[twin]
         for column, (token, value) in enumerate(_best(chosen, width)):
             ids[i, column], t_lp[i, column] = token, value
@@ -295,27 +293,42 @@ def gather_lists(
     `teacher` [Rt], `student` [R]: top lists by each one's own ids. `exact`: values beyond the lists, of both, as
     `missing_on` asks for them; None: no cross-scores.
     """
+    at = np.flatnonzero(aligned.teacher_index >= 0)
+    partner = aligned.teacher_index[at]
+    s_known, t_known = [student[i] for i in at.tolist()], [teacher[j] for j in partner.tolist()]
+    s_ids, s_values = _columns(s_known, k)
+    t_own, t_values = _columns(t_known, k)
+    twin = twins.of(twins.teacher_of, s_ids)
+    s_ids = np.where(
+        twins.of(twins.student_of, twin) == s_ids, s_ids, -1
+    )  # several ends of turn share one twin: one counts
+    t_ids = twins.of(twins.student_of, t_own)
+    values = [s_values, t_values]
+    if exact is not None:
+        s_beyond, t_beyond = [exact[1][i] for i in at.tolist()], [exact[0][j] for j in partner.tolist()]
+        values += [_values(twin, s_ids, t_known, t_beyond), _values(t_ids, t_ids, s_known, s_beyond)]
     R = len(aligned.teacher_index)
     ids = np.full((2, R, k), -1, dtype=np.int64)
-    own, cross = np.zeros((2, R, k)), np.zeros((2, R, k))
-    for i in np.flatnonzero(aligned.teacher_index >= 0).tolist():
-        j = int(aligned.teacher_index[i])
-        # [student, teacher] each as (id of the student, its twin); several ends of turn share one twin, the first counts.
-        pairs = (
-            [(t, twins.teacher_of_id(t), v) for t, v in _best(student[i], k)],
-            [(twins.student_of_id(t), t, v) for t, v in _best(teacher[j], k)],
-        )
-        for side, entries in enumerate(pairs):
-            kept = [(a, b, v) for a, b, v in entries if a >= 0 and b >= 0 and twins.student_of_id(b) == a]
-            for column, (a, b, value) in enumerate(kept):
-                ids[side, i, column], own[side, i, column] = a, value
-                if exact is not None:
-                    other, beyond, key = (teacher[j], exact[0][j], b) if side == 0 else (student[i], exact[1][i], a)
-                    cross[side, i, column] = other[key] if key in other else beyond[key]
-    (s_ids, t_ids), (s_own, t_own), (s_cross, t_cross) = ids, own, cross
-    if exact is None:
-        return TopLists(s_ids, s_own, t_ids, t_own)
-    return TopLists(s_ids, s_own, t_ids, t_own, s_cross, t_cross)
+    ids[:, at] = s_ids, t_ids
+    log_probs = np.zeros((len(values), R, k))
+    log_probs[:, at] = values
+    return TopLists(ids[0], log_probs[0], ids[1], log_probs[1], *log_probs[2:])
+
+
+def _columns(known: Sequence[LogProbsById], k: int) -> tuple[IntArray, FloatArray]:
+    """Ids and log-probs [n, k] of the best `k` entries at each position."""
+    best = [_best(entries, k) for entries in known]
+    ids = np.array([[i for i, _ in row] for row in best], dtype=np.int64).reshape(-1, k)
+    return ids, np.array([[v for _, v in row] for row in best], dtype=np.float64).reshape(-1, k)
+
+
+def _values(ids: IntArray, used: IntArray, known: Sequence[LogProbsById], beyond: Sequence[LogProbsById]) -> FloatArray:
+    """Log-probs [n, k] of `ids` where `used` is an id, from a side's lists and what was asked for beyond them."""
+    out = [
+        [(a[i] if i in a else b[i]) if ok else 0.0 for i, ok in zip(row, oks, strict=True)]
+        for row, oks, a, b in zip(ids.tolist(), (used >= 0).tolist(), known, beyond, strict=True)
+    ]
+    return np.array(out, dtype=np.float64).reshape(ids.shape)
 
 
 def _best(known: LogProbsById, k: int) -> list[tuple[int, float]]:

@@ -118,7 +118,8 @@ class Team:
     def __init__(self, config: RunConfig, log_dir: Path) -> None:
         self.config, self.log_dir = config, log_dir
         self.roles: list[Role] = ["senior"]
-        self.roles += ["junior"] if config.tandem.enabled else []
+        tandem = config.tandem.model_copy(update={"enabled": config.tandem.enabled or config.eval.tandem})
+        self.roles += ["junior"] if tandem.enabled else []
         self.teacher_specs: dict[Role, TeacherSpec] = _teacher_specs(config)
         self.roles += self.teacher_specs
         models: dict[Role, str] = {"senior": config.models.senior, "junior": config.models.junior}
@@ -140,14 +141,14 @@ class Team:
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
         self.spellers = None
-        if config.tandem.enabled and config.tandem.junior_tokenizer == "same":
+        if tandem.enabled and tandem.junior_tokenizer == "same":
             require_same_tokenizer(self.student, self.tokenizers["junior"])
-        elif config.tandem.enabled:
+        elif tandem.enabled:
             self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
-        self.boundaries = BoundaryRecord.resolve(config.tandem, self.student.tokens)
+        self.boundaries = BoundaryRecord.resolve(tandem, self.student.tokens)
         boundary = self.boundaries.ids
-        self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
-        self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
+        self.tandem_rule = HandoffRule.from_config(tandem, boundary)
+        self.solo_rule = HandoffRule.from_config(tandem.model_copy(update={"enabled": False}), boundary)
         self.fused = config.engine.mode == "fused"
         self.servers: dict[Role, ServerProcess | FusedServer] = {}
         self.clients: dict[Role, EngineClient] = {}
