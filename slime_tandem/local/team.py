@@ -140,6 +140,15 @@ class Team:
                     check_model_folder(folder)
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
+        if self.teacher_specs:
+            most = min(len(self.tokenizers[role].tokens.table) for role in ("senior", *self.teacher_specs))
+            for setting, k in (("top_k", config.opd.top_k), ("selection.top_k", config.opd.selection.top_k)):
+                if k > most:  # the defaults are within any vocabulary
+                    raise ConfigError(
+                        explain(
+                            f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
+                        )
+                    )
         self.spellers = None
         if tandem.enabled and tandem.junior_tokenizer == "same":
             require_same_tokenizer(self.student, self.tokenizers["junior"])
@@ -437,12 +446,6 @@ class Team:
     def _teacher(self, role: Role) -> Teacher:
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
-        most = min(len(self.student.tokens.table), len(t.tokens.table))
-        for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
-            if k > most:  # both defaults are within any vocabulary
-                raise ConfigError(
-                    explain(f"opd.{setting}", k, f"at most {most}, all tokens of the smaller vocabulary", "lower it")
-                )
         aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
         teacher = Teacher(
             self.clients[role],
