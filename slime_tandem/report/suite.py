@@ -90,7 +90,8 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """All methods, the start that all share (mean over seeds), and runs that are not finished."""
+    """All methods, the start that all share (mean over seeds; None where it differs, because it is measured under each
+    method's own handoffs), and runs that are not finished."""
 
     name: str
     methods: Sequence[MethodResult]
@@ -123,7 +124,7 @@ def summarise_suite(folder: Path) -> SuiteResult:
     """Read every run of a suite; raises RunDirError for a damaged one, and if no run is finished."""
     rows = read_mapping(folder)
     finished: dict[tuple[int, str, str, str], dict[int, Any]] = {}
-    starts: list[Mapping[str, float | None]] = []
+    starts: dict[str, list[Mapping[str, float | None]]] = {}
     missing, prompts, steps = [], 0, {}
     for row in rows:
         run = folder / row["run"]
@@ -143,7 +144,7 @@ def summarise_suite(folder: Path) -> SuiteResult:
             "step_s": part["seconds"]["step"],
         }
         if part["before"] is not None:
-            starts.append(part["before"])
+            starts.setdefault(row["seed"], []).append(part["before"])
     if not any(finished.values()):
         raise RunDirError(explain("suite", str(folder), "at least one finished run", "run the suite first"))
     first = next(iter(finished.values()))
@@ -170,12 +171,16 @@ def summarise_suite(folder: Path) -> SuiteResult:
                 statistics.fmean(times) if times else None,
             )
         )
-    before = {name: _mean([v for s in starts if (v := s[name]) is not None]) for name in TITLES}
+    before = {name: _start([[s[name] for s in seed] for seed in starts.values()]) for name in TITLES}
     return SuiteResult(folder.name, methods, before, prompts, missing)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _start(seeds: Sequence[Sequence[float | None]]) -> float | None:
+    """The mean over seeds of a start that all methods of a seed share, else None."""
+    known = [[v for v in seed if v is not None] for seed in seeds]
+    if not known or any(not seed or max(seed) - min(seed) > 1e-4 for seed in known):
+        return None
+    return statistics.fmean(seed[0] for seed in known)
 
 
 def _text(mean: Mean, *, signed: bool = False, digits: int = 3) -> str:

@@ -28,7 +28,8 @@ def folder(tmp_path: Path) -> Path:
         with RunWriter(config.run_dir, resume_step=None) as writer:
             writer.write_config(config)
             row = dict.fromkeys(row_keys("eval"))
-            writer.write_eval(0, "before", {**row, "eval/solo_accuracy": 0.25 + 0.25 * seed})
+            start = {"eval/solo_accuracy": 0.25 + 0.25 * seed, "eval/teacher_kl": 0.3 if method == "tip" else 0.4}
+            writer.write_eval(0, "before", {**row, **start})
             step = {**dict.fromkeys(row_keys("step")), "selection/keep_ratio": 0.5, "time/step_s": 2.0}
             writer.write_step(0, {**step, "opd/failed_samples": 0.0, "engine/retries": 0.0})
             writer.write_eval(1, "after", {**row, "eval/solo_accuracy": accuracy, "eval/teacher_kl": 0.1})
@@ -53,7 +54,8 @@ def test_means_and_differences_by_hand(folder: Path) -> None:
     assert none.after[accuracy] == Mean(None, None, None, 0)
     assert suite.missing == ["040-random-0.1-seed0"]
     assert suite.metrics == [accuracy, "eval/teacher_kl"], "tandem accuracy exists in no run"
-    assert suite.before[accuracy] == pytest.approx((3 * 0.25 + 2 * 0.5) / 5)
+    assert suite.before[accuracy] == pytest.approx((0.25 + 0.5) / 2)
+    assert suite.before["eval/teacher_kl"] is None, "no start that all share"
     assert (first.keep_ratio, first.step_seconds, first.steps) == (0.5, 2.0, 1)
 
 
