@@ -179,7 +179,7 @@ class Team:
         self.close()
 
     def _start(self) -> None:
-        gc.freeze()  # as in the servers: libraries and tokenizers stay
+        gc.freeze()  # until `close`: libraries and tokenizers stay; long lists must not have them searched again and again
         e = self.config.engine
         key = self._api_key()
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -303,6 +303,7 @@ class Team:
             for server in self.servers.values():
                 server.stop()
             self.servers.clear()
+            gc.unfreeze()
 
     def send_weights(self, folder: Path, version: str) -> None:
         """Load a Hugging Face folder into the senior's server; WeightVersionError if it then serves another version."""

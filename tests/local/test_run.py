@@ -347,6 +347,18 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
         )
 
 
+def test_a_senior_that_trains_alone_can_be_evaluated_with_a_junior(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    changes = {"tandem": {"enabled": False}, "opd": {"enabled": False}, "train": {**BASE["train"], "steps": 1}}
+    config = RunConfig.from_mapping(
+        settings(trio, tmp_path, control=False, eval={"prompts": 4, "tandem": True}, **changes)
+    )
+    train(config)
+    assert rows(config.run_dir / "metrics.jsonl")[0]["tandem/senior_token_fraction"] == 1
+    for row in rows(config.run_dir / "eval.jsonl"):
+        assert row["eval/tandem_accuracy"] is not None
+        assert 0 < row["eval/senior_token_fraction"] < 1
+
+
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
     changes = settings(trio, tmp_path, control=False, engine={**BASE["engine"], "junior_url": _urls["junior_url"]})
