@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Sequence
 from typing import cast
 from xml.sax.saxutils import escape
 
@@ -11,9 +12,10 @@ from rich.text import Text
 
 from slime_tandem.evaluation.figures import TITLES, Part, Result
 from slime_tandem.evaluation.run import Evaluation
-from slime_tandem.report.dots import WIDTH, Dot, panel, panel_height
+from slime_tandem.report.curves import nice_ticks, short
 
 DASH = "–"
+_WIDTH, _LABELS, _RIGHT, _ROW, _HEAD, _AXIS = 720, 250, 90, 22, 34, 40
 _COLOURS: dict[Part, str] = {"solo": "#2563a8", "handoff": "#b4521e", "drift": "#5b4b8a", "legibility": "#2f7d4f"}
 
 
@@ -73,8 +75,8 @@ def svg(evaluation: Evaluation) -> str:
     body: list[str] = []
     for title, prefixes, reference in _PANELS:
         rows = [r for r in evaluation.results if r.name.startswith(prefixes)]
-        body += panel(title, [_dot(row) for row in rows], reference, top)
-        top += panel_height(len(rows))
+        body += _panel(title, rows, reference, top)
+        top += _HEAD + _ROW * len(rows) + _AXIS
     for note in evaluation.notes:
         body += [
             f'<text x="16" y="{top + i * 16:.0f}" fill="#a02020">{escape(t)}</text>' for i, t in enumerate(_wrap(note))
@@ -85,7 +87,7 @@ def svg(evaluation: Evaluation) -> str:
     top += 16 * len(_wrap(conditions(evaluation)))
     name = escape(str(evaluation.setup["models"]["senior"]))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" height="{top:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top:.0f}" width="{_WIDTH}" height="{top:.0f}" '
         f'font-family="sans-serif" font-size="12" role="img"><title>Evaluation of {name}</title>'
         f'<rect width="100%" height="100%" fill="#fff"/>'
         f'<text x="16" y="26" font-size="15" font-weight="bold">Evaluation of {name}</text>\n'
@@ -94,12 +96,44 @@ def svg(evaluation: Evaluation) -> str:
     )
 
 
-def _dot(row: Result) -> Dot:
-    e = row.estimate
-    label = row.label + (f", {row.part}" if "/pass@" in row.name else "")
-    why = _wrap(f"not defined: {e.reason}", 70)[0] if e.value is None else ""
-    words = f"{label}: {_number(e.value)} ({_interval(row)}) {row.unit}"
-    return Dot(label, e.value, e.low, e.high, _COLOURS[cast(Part, row.part)], words, why)
+def _panel(title: str, rows: Sequence[Result], reference: float | None, top: float) -> Iterator[str]:
+    yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{escape(title)}</text>'
+    ends = [x for r in rows for x in (r.estimate.low, r.estimate.value, r.estimate.high) if x is not None]
+    at_x = None
+    if ends:
+        ends += [reference] if reference is not None else []
+        pad = (max(ends) - min(ends)) * 0.05 or abs(max(ends)) * 0.1 or 0.5
+        low, high = min(ends) - pad, max(ends) + pad
+
+        def at_x(x: float) -> float:
+            return _LABELS + (x - low) / (high - low) * (_WIDTH - _LABELS - _RIGHT)
+
+        bottom = top + _HEAD + _ROW * len(rows)
+        for tick in nice_ticks(low, high, 6):
+            x = at_x(tick)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + 26:.0f}" y2="{bottom:.0f}" stroke="#e3e3e3"/>'
+            yield f'<text x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="middle" fill="#555">{short(tick)}</text>'
+        if reference is not None:
+            x = at_x(reference)
+            where = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top + 26:.0f}" y2="{bottom:.0f}"'
+            yield f'<line {where} stroke="#888" stroke-dasharray="4 3"/>'
+    for i, row in enumerate(rows):
+        y = top + _HEAD + _ROW * (i + 0.5)
+        e, colour = row.estimate, _COLOURS[cast(Part, row.part)]
+        label = row.label + (f", {row.part}" if "/pass@" in row.name else "")
+        yield f'<text x="{_LABELS - 10}" y="{y + 4:.0f}" text-anchor="end">{escape(label)}</text>'
+        if e.value is None or at_x is None:
+            why = escape(_wrap(f"not defined: {e.reason}", 70)[0])
+            yield f'<text x="{_LABELS}" y="{y + 4:.0f}" fill="#a02020">{why}</text>'
+            continue
+        if e.low is not None and e.high is not None:
+            yield (
+                f'<line x1="{at_x(e.low):.1f}" x2="{at_x(e.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}" '
+                'stroke-width="2" stroke-linecap="round"/>'
+            )
+        words = f"{label}: {_number(e.value)} ({_interval(row)}) {row.unit}"
+        yield f'<circle cx="{at_x(e.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"><title>{escape(words)}</title></circle>'
+        yield f'<text x="{_WIDTH - _RIGHT + 14}" y="{y + 4:.0f}" fill="#333">{_number(e.value)}</text>'
 
 
 def _wrap(text: str, width: int = 110) -> list[str]:
