@@ -21,6 +21,19 @@ from slime_tandem.distill.teachability import TokenScores
 from slime_tandem.errors import DataError, explain
 from slime_tandem.types import BoolArray, FloatArray
 
+__all__ = [
+    "ALIASES",
+    "COMPARED",
+    "SELECTION_METRICS",
+    "Budget",
+    "Selector",
+    "TokenKeys",
+    "overlap",
+    "resolve_selector",
+    "select",
+    "selection_metrics",
+]
+
 ALIASES: dict[str, Selector] = SELECTOR_ALIASES | {name: name for name in ("entropy", "tip", "divergence", "random")}
 """Names of methods in launch scripts."""
 

@@ -29,6 +29,19 @@ from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.errors import DataError, explain
 from slime_tandem.types import BoolArray, FloatArray, TopLists
 
+__all__ = [
+    "Compatibility",
+    "MissingMass",
+    "Normalisation",
+    "Normalised",
+    "RawScores",
+    "TokenScores",
+    "TopLists",
+    "normalise",
+    "raw_scores",
+    "token_scores",
+]
+
 _CHUNK = 2048
 """Positions worked on at once: what is computed of them stays in the processor's cache."""
 _LEAST = math.log(1e-30)

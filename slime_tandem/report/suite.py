@@ -22,9 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.errors import RunDirError, explain
-from slime_tandem.report.dots import WIDTH, Dot, panel, panel_height
+from slime_tandem.evaluation.statistics import Estimate
+from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.metrics import METRICS
-from slime_tandem.report.summary import DASH, load_config, load_files, summarise
+from slime_tandem.report.summary import load_config, load_files, summarise
 from slime_tandem.report.writer import replace_file
 
 MAPPING = "method_mapping.csv"
@@ -196,18 +197,14 @@ def cells(suite: SuiteResult) -> tuple[list[str], list[list[str]]]:
     head = ["method", "mask", "seeds", "kept"]
     for name in suite.metrics:
         head += [TITLES[name], "difference to the first"]
-    rows = [["start", "", "", "", *(c for name in suite.metrics for c in (_number(suite.before[name]), ""))]]
+    rows = [["start", "", "", "", *(c for name in suite.metrics for c in (number(suite.before[name]), ""))]]
     for m in suite.methods:
-        row = [m.label, m.mask, str(len(m.per_seed)), _number(m.keep_ratio)]
+        row = [m.label, m.mask, str(len(m.per_seed)), number(m.keep_ratio)]
         for name in suite.metrics:
             digits = 1 if METRICS[name].unit == "tokens" else 3
             row += [_text(m.after[name], digits=digits), _text(m.difference[name], signed=True, digits=digits)]
         rows.append(row)
     return head, rows
-
-
-def _number(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3f}"
 
 
 def caption(suite: SuiteResult) -> str:
@@ -227,7 +224,7 @@ def suite_table(suite: SuiteResult) -> Table:
         table.add_column(heading, overflow="fold")
     for name in suite.metrics:
         table.add_row(Text(TITLES[name], style="bold"))
-        table.add_row("  start", _number(suite.before[name]), "")
+        table.add_row("  start", number(suite.before[name]), "")
         digits = 1 if METRICS[name].unit == "tokens" else 3
         for m in suite.methods:
             difference = _text(m.difference[name], signed=True, digits=digits)
@@ -238,24 +235,15 @@ def suite_table(suite: SuiteResult) -> Table:
 
 def suite_svg(suite: SuiteResult) -> str:
     """Dots and whiskers, a panel per metric; the dashed line is the start."""
-    body: list[str] = []
-    top = 46.0
+    panels = []
     for name in suite.metrics:
         dots = []
         for m in suite.methods:
             mean = m.after[name]
-            words = f"{m.label}: {_text(mean)} over {mean.n} seeds"
-            dots.append(Dot(m.label, mean.value, mean.low, mean.high, "#2563a8", words, "no finished run"))
-        body += panel(f"{TITLES[name]}; dashed: the start", dots, suite.before[name], top)
-        top += panel_height(len(dots))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" height="{top:.0f}" '
-        f'font-family="sans-serif" font-size="12" role="img"><title>Methods compared</title>'
-        '<rect width="100%" height="100%" fill="#fff"/>'
-        '<text x="16" y="26" font-size="15" font-weight="bold">Mean over seeds with 95% intervals</text>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+            estimate = Estimate(mean.value, mean.low, mean.high, "fewer than two finished runs" if mean.n < 2 else None)
+            dots.append(Dot(m.label, estimate, METRICS[name].unit))
+        panels.append(Panel(f"{TITLES[name]}; dashed: the start", dots, suite.before[name]))
+    return document(f"{suite.name}: mean over seeds with 95% intervals", panels, (), caption(suite))
 
 
 def write_suite(folder: Path) -> SuiteResult:
