@@ -1,4 +1,4 @@
-"""The command line: `slime-tandem train | eval | align | score | report | config | serve | pretrain | fetch-model`.
+"""The command line: `slime-tandem train | eval | align | score | suite | report | config | serve | pretrain | fetch-model`.
 
 Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
 (`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 130 for Ctrl-C; 1 when the reader of the output went away, and for a fault
@@ -156,8 +156,33 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--trust-remote-code", action="store_true", help="run Python code that a folder brings")
     sub.set_defaults(action=_score)
 
-    sub = command("report", "Write report.html of a run and print its table.")
-    sub.add_argument("run", metavar="RUN", help="run folder, runs/<name>")
+    sub = command(
+        "suite", "Run several methods over several seeds (scripts/train/run_method_suite.sh); goes on where it stopped."
+    )
+    sub.add_argument("suite", metavar="SUITE", help="folder of the runs and of method_mapping.csv")
+    sub.add_argument(
+        "--methods", required=True, metavar="LIST", help='"method:ratio:idx ...", e.g. "teachability:0.10:20"'
+    )
+    sub.add_argument("--seeds", default="0 1 2", metavar="LIST", help="seeds of every method")
+    sub.add_argument("--config", metavar="FILE", help="YAML file with the settings of all runs")
+    sub.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="extend",
+        nargs="*",
+        default=[],
+        help="settings of all runs",
+    )
+    sub.add_argument(
+        "--top-k", type=int, default=16, help="length of student's and teacher's lists (opd.selection.top_k)"
+    )
+    sub.add_argument("--backend", choices=("local", "slime"), default="local", help="slime: its flags, with --dry-run")
+    sub.add_argument("--dry-run", action="store_true", help="print what would be run")
+    sub.set_defaults(action=_suite)
+
+    sub = command("report", "Write report.html of a run and print its table; of a suite, compare its methods.")
+    sub.add_argument("run", metavar="RUN", help="run folder, runs/<name>, or a suite's folder")
     sub.set_defaults(action=_report)
 
     sub = command("config", "Check settings and print the resolved tree.")
@@ -373,13 +398,35 @@ def _write(flag: str, name: str | None, text: str) -> None:
             raise RunDirError(explain(flag, name, "a writable file", str(error))) from None
 
 
+def _suite(args: argparse.Namespace) -> int:
+    from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite, slime_suite
+
+    _positive("--top-k", args.top_k)
+    suite = Suite(
+        Path(args.suite),
+        parse_methods(args.methods),
+        parse_seeds(args.seeds),
+        Path(args.config) if args.config else None,
+        args.overrides,
+        args.top_k,
+    )
+    run = slime_suite if args.backend == "slime" else run_suite
+    run(suite, dry_run=args.dry_run, say=lambda line: print(line, flush=True))
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from slime_tandem.report.console import final_table
     from slime_tandem.report.html import write_report
+    from slime_tandem.report.suite import MAPPING, suite_table, write_suite
     from slime_tandem.report.summary import write_summary
 
+    if (Path(args.run) / MAPPING).exists():
+        Console().print(suite_table(write_suite(Path(args.run))))
+        print(f"report: {Path(args.run) / 'suite.html'}")
+        return 0
     summary = write_summary(Path(args.run))
     page = write_report(Path(args.run))
     Console().print(final_table(summary))
@@ -507,16 +554,20 @@ def _flush() -> None:
         raise RunDirError(explain_os_error("output", error)) from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags."""
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags.
+
+    Another `parser` with a default `action(args) -> exit code` makes another command of it (tools/).
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the table's lines are no reason to fail on an ASCII terminal
-    command = "slime-tandem"
+    parser = parser or build_parser()
+    command = parser.prog
     try:
         try:
-            args = build_parser().parse_args(argv)
-            command = f"slime-tandem {args.command}"
+            args = parser.parse_args(argv)
+            command = " ".join((parser.prog, *([args.command] if "command" in args else [])))
             with terminate_as_interrupt():
                 code: int = args.action(args)
         finally:

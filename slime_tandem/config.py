@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
@@ -25,6 +25,18 @@ OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
 AlignmentPolicy = Literal["strict", "even", "proportional", "chain_rule"]
 Thinking = Literal["keep", "text", "drop"]
 Support = Literal["teacher", "student", "union"]
+Selector = Literal[
+    "full", "dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random", "compatibility", "dincompat_high",
+    "q3", "q3_highc", "q3_lowc", "q3_dlearn_high", "q3_dlearn_low", "q3_dincompat_high", "split_budget_ca",
+]  # fmt: skip
+SelectorName = Literal[Selector, "pure_opd", "teachability", "teachability_entropy"]
+"""A selector, or its name in launch scripts."""
+Budget = Literal["batch", "sequence"]
+MissingMass = Literal["exact", "rest", "fill"]
+Compatibility = Literal["mass", "overlap", "bhattacharyya", "prefix"]
+Normalisation = Literal["batch_quantile", "batch_minmax", "none"]
+Denominator = Literal["selected", "valid"]
+SelectionRules = Literal["own", "reference"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -183,6 +195,92 @@ class TeacherSpec(Section):
         return http_url(value)
 
 
+class SelectionConfig(Section):
+    """Which tokens carry the teacher's signal (TA-OPD, arXiv 2605.26844; docs/teachability.md)."""
+
+    selector: SelectorName = Field(
+        "pure_opd",
+        description="pure_opd (full): every aligned senior token, nothing more is asked of the servers; the others score each "
+        "token by the lists of its likeliest tokens and keep the best",
+    )
+    ratio: float = Field(1.0, gt=0.0, le=1.0, description="share of the valid tokens that is kept, rounded up")
+    budget: Budget = Field("batch", description="the share is taken of the whole rollout, or of each response")
+    min_keep_per_sample: int = Field(
+        1, ge=0, description="where a response has fewer selected tokens, the best by ca_softor are added"
+    )
+    top_k: int = Field(16, ge=1, description="length of student's and teacher's lists")
+    missing_mass: MissingMass = Field(
+        "exact",
+        description="what a list lacks: exact asks for it (one more request per 32 positions and side), rest sums it up, fill "
+        "is the reference's 1e-12",
+    )
+    compatibility: Compatibility = Field("mass", description="what C is")
+    prefix_alpha: float = Field(
+        0.9, ge=0.0, lt=1.0, description="compatibility prefix: weight of the past in its running mean"
+    )
+    divergence: Literal["forward", "reverse"] = Field(
+        "forward", description="what D is: KL(teacher || student) or KL(student || teacher)"
+    )
+    normalisation: Normalisation = Field(
+        "batch_quantile", description="how scores come to [0, 1]: 5% to 95% quantile, least to greatest, as they are"
+    )
+    gamma: float = Field(0.5, ge=0.0, le=1.0, description="split_budget_ca: share of the budget that goes by entropy")
+    denominator: Denominator = Field(
+        "selected",
+        description="the distillation term is a mean over the selected tokens, or their sum over the number of all valid ones "
+        "(each then counts as it does without a selection)",
+    )
+    rules: SelectionRules = Field(
+        "own",
+        description="reference: ties, quantiles, seeds and masks as the published code has them (docs/teachability.md)",
+    )
+
+    @property
+    def mask(self) -> Selector:
+        """The selector itself, whichever of its names was given.
+
+        >>> SelectionConfig(selector="teachability", ratio=0.1).mask
+        'dlearn_high'
+        """
+        named: str = self.selector
+        return SELECTOR_ALIASES.get(named) or cast(Selector, named)
+
+    def misuse(self) -> str | None:
+        """What a setting that the others make void is told; None when every setting has its effect.
+
+        >>> SelectionConfig(ratio=0.1).misuse()
+        "opd.selection.ratio=0.1: expected 1.0 (the default) with opd.selection.selector='pure_opd', which ignores it. \
+Remedy: remove it, or choose another selector."
+        """
+        names = [n for n in type(self).model_fields if n != "selector"]
+        void = [(n, self.mask == "full", "selector", "choose another selector") for n in names]
+        void += [
+            ("gamma", self.mask != "split_budget_ca", "selector", "choose split_budget_ca"),
+            ("prefix_alpha", self.compatibility != "prefix", "compatibility", "choose prefix"),
+        ]
+        for name, ignored, by, other in void:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if ignored and value != default:
+                setting = f"opd.selection.{by}={getattr(self, by)!r}"
+                expected = f"{default} (the default) with {setting}, which ignores it"
+                return explain(f"opd.selection.{name}", value, expected, f"remove it, or {other}")
+        fixed = {"missing_mass": "fill", "denominator": "selected", "budget": "batch"}
+        for name, wanted in fixed.items():
+            value = getattr(self, name)
+            if self.rules == "reference" and value != wanted:
+                expected = f"{wanted} with opd.selection.rules='reference', which has no other"
+                return explain(f"opd.selection.{name}", value, expected, "set it, or rules=own")
+        return None
+
+
+SELECTOR_ALIASES: dict[str, Selector] = {
+    "pure_opd": "full",
+    "teachability": "dlearn_high",
+    "teachability_entropy": "ca_softor",
+}
+"""Names of methods in launch scripts that are not the selector's own."""
+
+
 class OpdConfig(Section):
     """On-policy distillation: the teacher scores what the policy sampled."""
 
@@ -217,6 +315,7 @@ class OpdConfig(Section):
     template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template of models.teacher"
     )
+    selection: SelectionConfig = Field(default_factory=SelectionConfig)
     teachers: tuple[TeacherSpec, ...] = Field((), description="several teachers, instead of models.teacher")
     concurrency: int = Field(4, ge=1, description="scoring requests under way at once, per teacher")
     overlap: int | None = Field(
@@ -262,7 +361,14 @@ reverse_kl, forward_kl or jsd."
                 return explain(
                     f"opd.{name}", value, f"{usual} (the default) with {by}, which ignores it", f"remove it, or {other}"
                 )
-        return None
+        if self.selection.mask != "full" and self.alignment != "strict":
+            return explain(
+                "opd.alignment",
+                self.alignment,
+                f"strict with opd.selection.selector={self.selection.selector!r}: only one-to-one pairs have lists to score",
+                "set it, or selector=pure_opd",
+            )
+        return self.selection.misuse()
 
 
 class ObjectiveConfig(Section):
@@ -337,6 +443,10 @@ class EvalConfig(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts")
     samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
     every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+    tandem: bool = Field(
+        False,
+        description="co-written responses also where the senior trains alone (tandem.enabled=false): starts the junior",
+    )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
     top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")

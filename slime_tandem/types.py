@@ -205,13 +205,68 @@ class Origin(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TopLists:
+    """Lists of student and teacher at N positions, all in the student's ids, -1 for an entry that does not exist.
+
+    `*_ids`, `*_log_probs` [N, K], nats of the full distributions. `teacher_on_student` [N, K]: the teacher's log-probs of the
+    student's candidates, `student_on_teacher` the reverse; both or none. Raises DataError for other shapes and for values that
+    are no log-probs.
+
+    >>> len(TopLists(np.array([[1, 2]]), np.log([[0.6, 0.2]]), np.array([[2, 3]]), np.log([[0.5, 0.3]])))
+    1
+    """
+
+    student_ids: npt.NDArray[np.integer]
+    student_log_probs: npt.NDArray[np.floating]
+    teacher_ids: npt.NDArray[np.integer]
+    teacher_log_probs: npt.NDArray[np.floating]
+    teacher_on_student: npt.NDArray[np.floating] | None = None
+    student_on_teacher: npt.NDArray[np.floating] | None = None
+
+    def __post_init__(self) -> None:
+        if self.student_ids.ndim != 2 or self.teacher_ids.ndim != 2 or len(self.student_ids) != len(self.teacher_ids):
+            shapes = f"{self.student_ids.shape} and {self.teacher_ids.shape}"
+            raise DataError(explain("TopLists ids", shapes, "[N, K] for both, with the same N", "pass whole batches"))
+        pairs = (
+            ("student_log_probs", self.student_log_probs, self.student_ids),
+            ("teacher_log_probs", self.teacher_log_probs, self.teacher_ids),
+            ("teacher_on_student", self.teacher_on_student, self.student_ids),
+            ("student_on_teacher", self.student_on_teacher, self.teacher_ids),
+        )
+        for name, values, ids in pairs:
+            if values is None:
+                continue
+            if values.shape != ids.shape:
+                expected = f"the shape of its ids {ids.shape}"
+                raise DataError(explain(f"TopLists.{name}", values.shape, expected, "pass both"))
+            if not values.size or np.max(values) <= _MOST_LOG_PROB:  # the maximum of anything and NaN is NaN
+                continue
+            bad = (ids >= 0) & ~(values <= _MOST_LOG_PROB)  # NaN and +inf as well
+            if bad.any():
+                n, k = np.argwhere(bad)[0]
+                where, expected = f"TopLists.{name}[{n}, {k}]", "a log-probability of at most 0"
+                raise DataError(explain(where, float(values[n, k]), expected, "see the engine"))
+        if (self.teacher_on_student is None) != (self.student_on_teacher is None):
+            expected = "both or none"
+            raise DataError(explain("TopLists", "one cross-score", expected, "ask both sides for the other's ids"))
+
+    def __len__(self) -> int:
+        return len(self.student_ids)
+
+
+_MOST_LOG_PROB = 1e-3
+"""Half precision lets a log-probability be a little above 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlignedScores:
     """Teacher log-probs at student positions.
 
     `log_probs` [R] nats, 0.0 where `mask` is False; `mask` [R] True where a teacher token with exactly the same bytes
     at the same place was proven; `unaligned` counts the masked positions by reason, so that nothing is dropped silently.
     `origin`: the alignment that they come from, the first one where teachers were combined; None if unknown. `candidates`: the
-    most likely tokens at each position, if asked for.
+    most likely tokens at each position, if asked for; `lists` [R, K]: student's and teacher's lists, empty (-1) at unpaired
+    positions, if tokens are to be selected by them.
     """
 
     log_probs: FloatArray
@@ -219,6 +274,7 @@ class AlignedScores:
     unaligned: Mapping[str, int]
     origin: Origin | None = None
     candidates: Candidates | None = None
+    lists: TopLists | None = None
 
     def __post_init__(self) -> None:
         assert self.log_probs.shape == self.mask.shape

@@ -19,10 +19,10 @@ from slime_tandem.distill.alignment import Aligner, Alignment
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import TeacherScoreError, explain
-from slime_tandem.types import Candidates, IntArray
+from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
 
-_WINDOW = 32
-"""Positions per request for exact log-probs: the answer holds a value for every asked id at every position of it."""
+_WINDOW, _WINDOW_VALUES = 32, 1024
+"""Most positions and values per request for exact log-probs: it answers for every asked id at every position of it."""
 
 LogProbsById = Mapping[int, float]
 
@@ -64,6 +64,12 @@ class Twins:
             if 0 <= target < len(out):
                 out[target] = i
         return out
+
+    @staticmethod
+    def of(table: IntArray, ids: IntArray) -> IntArray:
+        """Entries of one of the tables, of the shape of `ids`; -1 for -1 and for ids past the table."""
+        inside = (ids >= 0) & (ids < len(table))
+        return np.where(inside, table[np.where(inside, ids, 0)], -1)
 
 
 def _least_likely_first(tokens: TokenBytes) -> list[tuple[int, bytes | None]]:
@@ -120,55 +126,105 @@ def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> d
     return out
 
 
-async def exact_log_probs(
-    engine: Engine,
-    prompt: Sequence[int],
-    response: Sequence[int],
-    wanted: Sequence[frozenset[int]],
-    *,
-    rid: str,
-    role: str,
-    window: int = _WINDOW,
-) -> list[dict[int, float]]:
-    """Log-probs (nats, temperature 1) of the `wanted` ids at every position of `response` [R], exact.
+@dataclass(frozen=True)
+class ExactQuery:
+    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`."""
 
-    One request per `window` positions that want something. Raises TeacherScoreError for an answer that lacks one.
+    rid: str
+    prompt: Sequence[int]
+    response: Sequence[int]
+    wanted: Sequence[frozenset[int]]
+
+
+async def exact_log_probs(
+    engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128
+) -> list[list[dict[int, float]] | TeacherScoreError]:
+    """Log-probs (nats, temperature 1) of the wanted ids at every position [R] of each query, exact.
+
+    A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. A
+    query whose answer lacks a value is a TeacherScoreError in its place.
     """
-    assert len(wanted) == len(response)
     requests: list[GenerateRequest] = []
-    spans: list[tuple[int, int]] = []
-    for start in range(0, len(response), window):
-        stop = min(start + window, len(response))
-        ids = frozenset().union(*wanted[start:stop])
-        if not ids:
-            continue
-        requests.append(
-            GenerateRequest(
-                rid=f"{rid}-at-{start}",
-                input_ids=(*prompt, *response[:stop]),
-                max_new_tokens=0,
-                logprob_start_len=len(prompt) + start - 1,
-                token_ids_logprob=tuple(sorted(ids)),
-            )
-        )
-        spans.append((start, stop))
-    out: list[dict[int, float]] = [{} for _ in response]
-    for (start, stop), result in zip(spans, await engine.generate(requests), strict=True):
-        n = stop - start
-        for at, entry in _exactly(result.input_token_ids_logprobs[-n:], n, result.rid, role):
-            known = _checked(entry, result.rid, start + at, role)
-            missing = wanted[start + at] - known.keys()
-            if missing:
-                raise TeacherScoreError(
-                    explain(
-                        f"{role} answer {result.rid}, response position {start + at}",
-                        f"no log-prob of id {min(missing)}",
-                        "one for every id that was asked for",
-                        f"see the {role}'s log",
-                    )
+    spans: list[tuple[int, int, int]] = []
+    for q, query in enumerate(queries):
+        assert len(query.wanted) == len(query.response)
+        for start, stop in _windows(query.wanted):
+            ids = frozenset().union(*query.wanted[start:stop])
+            requests.append(
+                GenerateRequest(
+                    rid=f"{query.rid}-at-{start}",
+                    input_ids=(*query.prompt, *query.response[:stop]),
+                    max_new_tokens=0,
+                    logprob_start_len=len(query.prompt) + start - 1,
+                    token_ids_logprob=tuple(sorted(ids)),
                 )
-            out[start + at] = {i: known[i] for i in wanted[start + at]}
+            )
+            spans.append((q, start, stop))
+    out: list[list[dict[int, float]] | TeacherScoreError] = [[{} for _ in q.response] for q in queries]
+    results: list[GenerateResult] = []
+    for at in range(0, len(requests), max_batch):
+        results += await engine.generate(requests[at : at + max_batch])
+    for (q, start, stop), result in zip(spans, results, strict=True):
+        mine = out[q]
+        try:
+            if not isinstance(mine, TeacherScoreError):
+                mine[start:stop] = _answers(result, queries[q].wanted[start:stop], start, role)
+        except TeacherScoreError as error:
+            out[q] = error
     return out
+
+
+def _windows(wanted: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
+    """Stretches `[start, stop)` that begin and end with a position that wants something and hold all of those.
+
+    >>> _windows([frozenset(), frozenset({1}), frozenset(), frozenset({2}), frozenset()])
+    [(1, 4)]
+    """
+    out: list[tuple[int, int]] = []
+    ids: frozenset[int] = frozenset()
+    for at, here in enumerate(wanted):
+        if not here:
+            continue
+        start = out[-1][0] if out else at
+        width = at + 1 - start
+        if out and width <= _WINDOW and width * len(ids | here) <= _WINDOW_VALUES:
+            out[-1], ids = (start, at + 1), ids | here
+        else:
+            out.append((at, at + 1))
+            ids = here
+    return out
+
+
+def _answers(result: GenerateResult, wanted: Sequence[frozenset[int]], start: int, role: str) -> list[dict[int, float]]:
+    n, out = len(wanted), []
+    for at, entry in _exactly(result.input_token_ids_logprobs[-n:], n, result.rid, role):
+        told = {token: value for value, token in entry or ()}  # of every id of the window: most are other positions'
+        if missing := wanted[at] - told.keys():
+            raise TeacherScoreError(
+                explain(
+                    f"{role} answer {result.rid}, response position {start + at}",
+                    f"no log-prob of id {min(missing)}",
+                    "one for every id that was asked for",
+                    f"see the {role}'s log",
+                )
+            )
+        mine = tuple((told[i], i) for i in wanted[at])
+        out.append(_checked(mine, result.rid, start + at, role) if mine else {})
+    return out
+
+
+def require_whole(lists: Sequence[LogProbsById], k: int, role: str) -> None:
+    """Raise TeacherScoreError for a list of less than `k` entries: a server's own limit must not pass for a short list."""
+    for position, entries in enumerate(lists):
+        if len(entries) < k:
+            raise TeacherScoreError(
+                explain(
+                    f"{role} answer, response position {position}",
+                    f"{len(entries)} candidates",
+                    f"the {k} that were asked for",
+                    f"lower opd.selection.top_k, or raise the limit of the {role}'s server",
+                )
+            )
 
 
 def missing_on(
@@ -222,6 +278,57 @@ def gather_candidates(
             ids[i, column], t_lp[i, column] = token, value
             s_lp[i, column] = known_s.get(token, math.nan)
     return Candidates(ids, t_lp, s_lp)
+
+
+def gather_lists(
+    aligned: Alignment,
+    twins: Twins,
+    k: int,
+    teacher: Sequence[LogProbsById],
+    student: Sequence[LogProbsById],
+    exact: tuple[Sequence[LogProbsById], Sequence[LogProbsById]] | None,
+) -> TopLists:
+    """The lists [R, K] of both sides at paired positions, restricted to byte strings that both vocabularies hold.
+
+    `teacher` [Rt], `student` [R]: top lists by each one's own ids. `exact`: values beyond the lists, of both, as
+    `missing_on` asks for them; None: no cross-scores.
+    """
+    at = np.flatnonzero(aligned.teacher_index >= 0)
+    partner = aligned.teacher_index[at]
+    s_known, t_known = [student[i] for i in at.tolist()], [teacher[j] for j in partner.tolist()]
+    s_ids, s_values = _columns(s_known, k)
+    t_own, t_values = _columns(t_known, k)
+    twin = twins.of(twins.teacher_of, s_ids)
+    s_ids = np.where(
+        twins.of(twins.student_of, twin) == s_ids, s_ids, -1
+    )  # several ends of turn share one twin: one counts
+    t_ids = twins.of(twins.student_of, t_own)
+    values = [s_values, t_values]
+    if exact is not None:
+        s_beyond, t_beyond = [exact[1][i] for i in at.tolist()], [exact[0][j] for j in partner.tolist()]
+        values += [_values(twin, s_ids, t_known, t_beyond), _values(t_ids, t_ids, s_known, s_beyond)]
+    R = len(aligned.teacher_index)
+    ids = np.full((2, R, k), -1, dtype=np.int64)
+    ids[:, at] = s_ids, t_ids
+    log_probs = np.zeros((len(values), R, k))
+    log_probs[:, at] = values
+    return TopLists(ids[0], log_probs[0], ids[1], log_probs[1], *log_probs[2:])
+
+
+def _columns(known: Sequence[LogProbsById], k: int) -> tuple[IntArray, FloatArray]:
+    """Ids and log-probs [n, k] of the best `k` entries at each position."""
+    best = [_best(entries, k) for entries in known]
+    ids = np.array([[i for i, _ in row] for row in best], dtype=np.int64).reshape(-1, k)
+    return ids, np.array([[v for _, v in row] for row in best], dtype=np.float64).reshape(-1, k)
+
+
+def _values(ids: IntArray, used: IntArray, known: Sequence[LogProbsById], beyond: Sequence[LogProbsById]) -> FloatArray:
+    """Log-probs [n, k] of `ids` where `used` is an id, from a side's lists and what was asked for beyond them."""
+    out = [
+        [(a[i] if i in a else b[i]) if ok else 0.0 for i, ok in zip(row, oks, strict=True)]
+        for row, oks, a, b in zip(ids.tolist(), (used >= 0).tolist(), known, beyond, strict=True)
+    ]
+    return np.array(out, dtype=np.float64).reshape(ids.shape)
 
 
 def _best(known: LogProbsById, k: int) -> list[tuple[int, float]]:

@@ -17,12 +17,15 @@ from functools import cached_property
 import numpy as np
 
 from slime_tandem.config import AlignmentPolicy, Support
-from slime_tandem.distill.alignment import Aligner, Bridge, TeacherText, as_floats, count_reasons
+from slime_tandem.distill.alignment import Aligner, Alignment, Bridge, TeacherText, as_floats, count_reasons
 from slime_tandem.distill.candidates import (
+    ExactQuery,
     Twins,
     exact_log_probs,
     gather_candidates,
+    gather_lists,
     missing_on,
+    require_whole,
     top_of,
 )
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, same_ids
@@ -41,12 +44,25 @@ class Scoring:
     """What is asked of teachers.
 
     `policy`: values for tokens without a one-to-one partner. `top_k`: candidates per position (0: none), from the lists of
-    `support`.
+    `support`. `lists`: length of both sides' lists, by which tokens are selected (0: none); `cross`: with each side's exact
+    values of the other's entries.
     """
 
     policy: AlignmentPolicy = "strict"
     top_k: int = 0
     support: Support = "teacher"
+    lists: int = 0
+    cross: bool = True
+
+    @property
+    def of_student(self) -> int:
+        """Length of the student's lists, 0 where it need not be asked."""
+        return max(self.lists, 0 if self.support == "teacher" else self.top_k)
+
+    @property
+    def widest(self) -> int:
+        """Length of the teacher's lists that serves both purposes."""
+        return max(self.lists, self.top_k)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +99,17 @@ class Teacher:
         samples: Sequence[TandemSample],
         scoring: Scoring = Scoring(),
         student_top: Sequence[StudentTop] | None = None,
+        senior: Engine | None = None,
     ) -> list[AlignedScores | TeacherScoreError]:
         """One entry per sample, in order: aligned scores, or why there are none.
 
-        `student_top` per sample is needed where `scoring.support` is not the teacher alone. A sample longer than
-        `max_tokens` is not sent: the engine would refuse the whole batch for it. Raises EngineError kinds only when the
+        `student_top` per sample is needed where `scoring.of_student` is not 0, the `senior` for cross-scores. A sample longer
+        than `max_tokens` is not sent: the engine would refuse the whole batch for it. Raises EngineError kinds only when the
         engine itself cannot be reached or refuses the request.
         """
+        if scoring.of_student and student_top is None:
+            expected = f"lists for support {scoring.support!r} or a selection"
+            raise DataError(explain("student_top", None, expected, "ask the student"))
         plans = [self._plan(sample, scoring) for sample in samples]
         out: dict[int, AlignedScores | TeacherScoreError] = {
             i: error for i, plan in enumerate(plans) if (error := self._too_long(plan.request)) is not None
@@ -103,51 +123,67 @@ class Teacher:
 
         parts = [sent[at : at + self.max_batch] for at in range(0, len(sent), self.max_batch)]
         answers = await asyncio.gather(*(ask(part) for part in parts))
-        results = {i: r for part, rs in zip(parts, answers, strict=True) for i, r in zip(part, rs, strict=True)}
-
-        async def finish(i: int) -> None:
-            top = None if student_top is None else student_top[i]
+        views: dict[int, _View] = {}
+        for i, result in zip(sent, (r for rs in answers for r in rs), strict=True):
             try:
-                out[i] = await self._finish(samples[i], plans[i], results[i], scoring, top, gate)
+                top = student_top[i] if student_top is not None else None
+                views[i] = self._read(samples[i], plans[i], result, scoring, top)
             except TeacherScoreError as error:
                 out[i] = error
-
-        await asyncio.gather(*(finish(i) for i in sent))
+        asked = sorted(views)
+        for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
+            out[i] = scores
         return [out[i] for i in range(len(plans))]
 
-    async def _finish(
+    def _read(
         self,
         sample: TandemSample,
         plan: _Plan,
         result: GenerateResult,
         scoring: Scoring,
         student_top: StudentTop | None,
-        gate: asyncio.Semaphore,
-    ) -> AlignedScores:
+    ) -> _View:
         log_probs = response_log_probs(result, plan.text.ids, self.name)
         aligned = self.aligner.align(plan.text)
-        policy: AlignmentPolicy = scoring.policy
-        scores = aligned.scores(log_probs, policy, sample.log_probs)
-        if not scoring.top_k:
-            return scores
-        n = len(plan.text.ids)
-        known = top_of(result, n, self.name)
-        if scoring.support != "teacher":
-            if student_top is None:
-                raise DataError(
-                    explain("student_top", None, f"lists for support {scoring.support!r}", "ask the student")
-                )
-            at = np.flatnonzero(aligned.teacher_index >= 0)
-            wanted = missing_on(
-                known, student_top, self.twins.teacher_of, aligned.teacher_index[at].tolist(), at.tolist()
-            )
-            async with gate:
-                exact = await exact_log_probs(
-                    self.engine, plan.prompt, plan.text.ids, wanted, rid=plan.request.rid, role=self.name
-                )
-            known = [{**a, **b} for a, b in zip(known, exact, strict=True)]
-        candidates = gather_candidates(aligned, self.twins, scoring.support, scoring.top_k, known, student_top)
-        return replace(scores, candidates=candidates)
+        scores = aligned.scores(log_probs, scoring.policy, sample.log_probs)
+        known = top_of(result, len(plan.text.ids), self.name) if scoring.widest else []
+        if scoring.lists:
+            assert student_top is not None
+            require_whole(known, scoring.lists, self.name)
+            require_whole(student_top, scoring.lists, "senior")
+        return _View(sample, plan, aligned, scores, known, student_top or ())
+
+    async def _compare(
+        self, views: Sequence[_View], scoring: Scoring, senior: Engine | None
+    ) -> list[AlignedScores | TeacherScoreError]:
+        """Candidates and lists for what was read, with exact values where a list does not tell."""
+        if not scoring.widest:
+            return [view.scores for view in views]
+        cross = bool(scoring.lists and scoring.cross)
+        of_teacher: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.known] for v in views]
+        of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
+        if scoring.support != "teacher" or cross:
+            queries = [v.of_teacher(self.twins) for v in views]
+            of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
+        if cross:
+            assert senior is not None, "cross-scores are the senior's, too"
+            queries = [v.of_student(self.twins) for v in views]
+            of_student = await exact_log_probs(senior, queries, role="senior", max_batch=self.max_batch)
+        out: list[AlignedScores | TeacherScoreError] = []
+        for view, exact_t, exact_s in zip(views, of_teacher, of_student, strict=True):
+            if isinstance(exact_t, TeacherScoreError) or isinstance(exact_s, TeacherScoreError):
+                out.append(exact_t if isinstance(exact_t, TeacherScoreError) else exact_s)  # type: ignore[arg-type]
+                continue
+            candidates, lists = None, None
+            if scoring.top_k:
+                known = [{**a, **b} for a, b in zip(view.known, exact_t, strict=True)]
+                student = view.student if scoring.support != "teacher" else None
+                candidates = gather_candidates(view.aligned, self.twins, scoring.support, scoring.top_k, known, student)
+            if scoring.lists:
+                exact = (exact_t, exact_s) if cross else None
+                lists = gather_lists(view.aligned, self.twins, scoring.lists, view.known, view.student, exact)
+            out.append(replace(view.scores, candidates=candidates, lists=lists))
+        return out
 
     def _too_long(self, request: GenerateRequest) -> TeacherScoreError | None:
         n = len(request.input_ids)
@@ -180,7 +216,7 @@ class Teacher:
             input_ids=(*prompt, *text.ids),
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
-            top_logprobs_num=scoring.top_k,
+            top_logprobs_num=scoring.widest,
         )
         return _Plan(request, prompt, text)
 
@@ -190,6 +226,37 @@ class _Plan:
     request: GenerateRequest
     prompt: list[int]
     text: TeacherText
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a teacher's first answer says about a sample: `known` [Rt] its lists, `student` [R] the student's."""
+
+    sample: TandemSample
+    plan: _Plan
+    aligned: Alignment
+    scores: AlignedScores
+    known: Sequence[dict[int, float]]
+    student: StudentTop
+
+    @property
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """(student positions, their teacher positions)."""
+        at = np.flatnonzero(self.aligned.teacher_index >= 0)
+        return at.tolist(), self.aligned.teacher_index[at].tolist()
+
+    def of_teacher(self, twins: Twins) -> ExactQuery:
+        """The student's entries that the teacher's lists do not tell."""
+        at, partner = self.pairs
+        wanted = missing_on(self.known, self.student, twins.teacher_of, partner, at)
+        return ExactQuery(self.plan.request.rid, self.plan.prompt, self.plan.text.ids, wanted)
+
+    def of_student(self, twins: Twins) -> ExactQuery:
+        """The reverse."""
+        at, partner = self.pairs
+        wanted = missing_on(self.student, self.known, twins.student_of, at, partner)
+        rid = self.plan.request.rid.replace("score", "top", 1)
+        return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted)
 
 
 def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:
@@ -301,17 +368,18 @@ class TeacherPanel:
         return found
 
     async def score(
-        self, samples: Sequence[TandemSample], senior: Engine | None = None
+        self, samples: Sequence[TandemSample], senior: Engine | None = None, *, plain: bool = False
     ) -> list[AlignedScores | TeacherScoreError]:
-        """One entry per sample, in order; `senior` is asked for its candidates where the support needs them.
+        """One entry per sample, in order; `senior` is asked for its candidates where the support or a selection needs them.
 
-        A sample of several teachers fails if one of them does.
+        `plain`: log-probs of the sampled tokens alone. A sample of several teachers fails if one of them does.
         """
+        scoring = replace(self.scoring, top_k=0, lists=0) if plain else self.scoring
         tops: list[list[dict[int, float]] | TeacherScoreError] | None = None
-        if self.scoring.top_k and self.scoring.support != "teacher":
+        if scoring.of_student:
             if senior is None:
                 raise DataError(explain("senior", None, "its engine, for its candidates", "pass it"))
-            tops = await student_candidates(senior, samples, self.scoring.top_k)
+            tops = await student_candidates(senior, samples, scoring.of_student)
         out: dict[int, AlignedScores | TeacherScoreError] = {
             i: top for i, top in enumerate(tops or ()) if isinstance(top, TeacherScoreError)
         }
@@ -321,7 +389,7 @@ class TeacherPanel:
         async def ask(teacher: Teacher) -> tuple[Teacher, list[int], list[AlignedScores | TeacherScoreError]]:
             mine = [i for i, teachers in routed.items() if teacher in teachers]
             top = None if tops is None else [t for i in mine if not isinstance(t := tops[i], TeacherScoreError)]
-            return teacher, mine, await teacher.score([samples[i] for i in mine], self.scoring, top)
+            return teacher, mine, await teacher.score([samples[i] for i in mine], scoring, top, senior)
 
         busy = [t for t in self.teachers if any(t in teachers for teachers in routed.values())]
         for teacher, mine, scores in await asyncio.gather(*(ask(t) for t in busy)):
@@ -354,13 +422,13 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
     """
     if len(views) == 1:
         return views[0][1]
-    if any(score.candidates is not None for _, score in views):
+    if any(score.candidates is not None or score.lists is not None for _, score in views):
         raise DataError(
             explain(
-                "opd.signal",
-                "a divergence over candidates",
+                "opd.signal or opd.selection",
+                "lists of likely tokens",
                 "one teacher per sample",
-                "route each task to one teacher, or set opd.signal=sampled",
+                "route each task to one teacher, or set opd.signal=sampled and opd.selection.selector=pure_opd",
             )
         )
     weights = np.array([w for w, _ in views])[:, None]

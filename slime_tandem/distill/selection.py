@@ -11,32 +11,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from slime_tandem.config import SELECTOR_ALIASES, Budget, Selector
 from slime_tandem.distill.teachability import TokenScores
 from slime_tandem.errors import DataError, explain
 from slime_tandem.types import BoolArray, FloatArray
 
-Selector = Literal[
-    "full", "dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random", "compatibility", "dincompat_high",
-    "q3", "q3_highc", "q3_lowc", "q3_dlearn_high", "q3_dlearn_low", "q3_dincompat_high", "split_budget_ca",
-]  # fmt: skip
-ALIASES: dict[str, Selector] = {
-    "pure_opd": "full",
-    "teachability": "dlearn_high",
-    "teachability_entropy": "ca_softor",
-    "entropy": "entropy",
-    "tip": "tip",
-    "divergence": "divergence",
-    "random": "random",
-}
-"""Names of methods in launch scripts."""
-Budget = Literal["batch", "sequence"]
+__all__ = [
+    "ALIASES",
+    "COMPARED",
+    "SELECTION_METRICS",
+    "Budget",
+    "Selector",
+    "TokenKeys",
+    "overlap",
+    "resolve_selector",
+    "select",
+    "selection_metrics",
+]
 
-Keys = Sequence[npt.NDArray[np.generic]]
+ALIASES: dict[str, Selector] = SELECTOR_ALIASES | {name: name for name in ("entropy", "tip", "divergence", "random")}
+"""Names of methods in launch scripts."""
+
+COMPARED: tuple[Selector, ...] = ("dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random")
+"""Selectors whose choice is compared with the one that is used."""
+POSITION_BINS = 10
+
+Index = npt.NDArray[np.intp]
+
+
+class Key(Protocol):
+    """What tokens are ordered by: values of those that an index names."""
+
+    def __getitem__(self, index: Index, /) -> npt.NDArray[Any]:
+        """[n] of the tokens `index` [n]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +100,79 @@ def select(
     budget: Budget = "batch",
     min_keep_per_sample: int = 1,
     gamma: float = 0.5,
+    reference: bool = False,
 ) -> BoolArray:
     """[N]: True for the tokens that carry the signal. Invalid tokens never do.
 
     `ratio` in (0, 1] of the valid tokens, rounded up; `min_keep_per_sample` then adds the best by ca_softor where a
-    response has fewer. `gamma`: share of entropy in `split_budget_ca`. Draws depend on (seed, rollout_id, token) alone. Raises
-    DataError for a ratio outside (0, 1].
+    response has fewer. `gamma`: share of entropy in `split_budget_ca`. Draws depend on (seed, rollout_id, token) alone.
+    `reference`: as the published code has it, clipped scores alone, ties to the earliest position, the same draws in every
+    rollout. Raises DataError for a ratio outside (0, 1].
     """
     if not 0.0 < ratio <= 1.0:
         raise DataError(explain("ratio", ratio, "a number above 0 and at most 1", "0.05 to 0.2 are usual"))
     valid = scores.valid
     if selector == "full" or ratio == 1.0 or not valid.any():
         return valid.copy()
-    draws = keys.draws(seed, rollout_id)
+    rank = _Ranking(scores, _Draws(keys, seed, 0 if reference else rollout_id), keys if reference else None)
     chosen = np.zeros(len(valid), dtype=np.bool_)
     for group in _groups(valid, keys.sequence, budget):
         n = max(1, math.ceil(ratio * len(group) - 1e-9))
-        chosen[_choose(scores, draws, selector, group, n, gamma)] = True
+        chosen[_choose(scores, rank, selector, group, n, gamma)] = True
     if min_keep_per_sample > 0:
-        _keep_some(chosen, scores, keys, draws, min_keep_per_sample)
+        _keep_some(chosen, scores, keys, rank, min_keep_per_sample)
     return chosen
 
 
-def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -> list[npt.NDArray[np.intp]]:
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """The tokens' pseudo-random numbers, made where they are needed."""
+
+    keys: TokenKeys
+    seed: int
+    rollout_id: int
+
+    def __getitem__(self, index: Index) -> npt.NDArray[np.uint64]:
+        keys = TokenKeys(self.keys.sequence[index], self.keys.position[index])
+        return keys.draws(self.seed, self.rollout_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """By a clipped score, ties by what is beyond the clipping, then by draw; `early`: ties to the earliest position instead."""
+
+    scores: TokenScores
+    draws: _Draws
+    early: TokenKeys | None
+
+    def by(self, score: FloatArray, ties: FloatArray) -> list[Key]:
+        """The keys of one ranking, best first."""
+        return [score, ties if self.early is None else -self.early.position, self.draws]
+
+    def named(self, name: Selector) -> list[Key]:
+        """The keys of a selector that ranks all tokens by one score."""
+        s = self.scores
+        match name:
+            case "random":
+                return [self.draws]
+            case "entropy":
+                return self.by(s.H.clipped, s.H.unclipped)
+            case "divergence":
+                return self.by(s.D.clipped, s.D.unclipped)
+            case "compatibility":
+                return self.by(s.C.clipped, s.C.unclipped)
+            case "tip":
+                return self.by(s.tip, s.H.unclipped + s.D.unclipped)
+            case "ca_softor":
+                return self.by(s.ca_softor, s.H.unclipped + s.D.unclipped)
+            case "dlearn_high":
+                return self.by(s.dlearn, s.D.unclipped)
+            case "dincompat_high":
+                return self.by(s.dincompat, s.D.unclipped)
+        raise AssertionError(f"{name} is no ranking of all tokens")
+
+
+def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -> list[Index]:
     index = np.flatnonzero(valid)
     if budget == "batch":
         return [index]
@@ -118,42 +181,21 @@ def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -
     return np.split(order, cuts)
 
 
-def _choose(
-    scores: TokenScores,
-    draws: npt.NDArray[np.uint64],
-    selector: Selector,
-    group: npt.NDArray[np.intp],
-    n: int,
-    gamma: float,
-) -> npt.NDArray[np.intp]:
-    H, D, C = scores.H, scores.D, scores.C
-    both = H.unclipped + D.unclipped
-    # (score, what orders its ties), best first.
-    ranked: dict[str, tuple[FloatArray, FloatArray]] = {
-        "entropy": (H.clipped, H.unclipped),
-        "divergence": (D.clipped, D.unclipped),
-        "tip": (scores.tip, both),
-        "compatibility": (C.clipped, C.unclipped),
-        "ca_softor": (scores.ca_softor, both),
-        "dlearn_high": (scores.dlearn, D.unclipped),
-        "dincompat_high": (scores.dincompat, D.unclipped),
-    }
-    if selector == "random":
-        return group[_top([draws[group]], n)]
-    if selector in ranked:
-        return group[_top([ranked[selector][0][group], ranked[selector][1][group], draws[group]], n)]
+def _choose(scores: TokenScores, rank: _Ranking, selector: Selector, group: Index, n: int, gamma: float) -> Index:
     if selector == "split_budget_ca":
-        return _split(scores, draws, group, n, gamma)
-    q3 = group[_low_h_high_d(scores)[group]]
-    score, ties = {
-        "q3": ((1.0 - H.clipped) * scores.dlearn, D.unclipped),
-        "q3_highc": (C.clipped, C.unclipped),
-        "q3_lowc": (-C.clipped, -C.unclipped),
-        "q3_dlearn_high": (scores.dlearn, D.unclipped),
-        "q3_dlearn_low": (-scores.dlearn, -D.unclipped),
-        "q3_dincompat_high": (scores.dincompat, D.unclipped),
-    }[selector]
-    return q3[_top([score[q3], ties[q3], draws[q3]], min(n, len(q3)))]
+        return _split(scores, rank, group, n, gamma)
+    if not selector.startswith("q3"):
+        return _top(rank.named(selector), group, n)
+    C, D = scores.C, scores.D
+    keys = {
+        "q3": lambda: rank.by((1.0 - scores.H.clipped) * scores.dlearn, D.unclipped),
+        "q3_highc": lambda: rank.by(C.clipped, C.unclipped),
+        "q3_lowc": lambda: rank.by(-C.clipped, -C.unclipped),
+        "q3_dlearn_high": lambda: rank.by(scores.dlearn, D.unclipped),
+        "q3_dlearn_low": lambda: rank.by(-scores.dlearn, -D.unclipped),
+        "q3_dincompat_high": lambda: rank.by(scores.dincompat, D.unclipped),
+    }[selector]()
+    return _top(keys, group[_low_h_high_d(scores)[group]], n)
 
 
 def _low_h_high_d(scores: TokenScores) -> BoolArray:
@@ -162,36 +204,28 @@ def _low_h_high_d(scores: TokenScores) -> BoolArray:
     return np.asarray((scores.H.unclipped < h) & (scores.D.unclipped >= d) & scores.valid)
 
 
-def _split(
-    scores: TokenScores, draws: npt.NDArray[np.uint64], group: npt.NDArray[np.intp], n: int, gamma: float
-) -> npt.NDArray[np.intp]:
+def _split(scores: TokenScores, rank: _Ranking, group: Index, n: int, gamma: float) -> Index:
     """A share `gamma` of the budget by entropy, the rest by learnable disagreement of sure students."""
     n_h = min(n, round(n * gamma))
-    by_h = group[_top([scores.H.clipped[group], scores.H.unclipped[group], draws[group]], n_h)]
+    by_h = _top(rank.named("entropy"), group, n_h)
     rest = np.setdiff1d(group, by_h, assume_unique=True)
-    score = (1.0 - scores.H.clipped) * scores.dlearn
-    by_d = rest[_top([score[rest], scores.D.unclipped[rest], draws[rest]], n - n_h)]
-    return np.concatenate([by_h, by_d])
+    keys = rank.by((1.0 - scores.H.clipped) * scores.dlearn, scores.D.unclipped)
+    return np.concatenate([by_h, _top(keys, rest, n - n_h)])
 
 
-def _top(keys: Keys, n: int) -> npt.NDArray[np.intp]:
-    """Indices of the n largest by the first key, ties by the next; linear, no sort of the whole batch."""
-    first = keys[0]
+def _top(keys: Sequence[Key], group: Index, n: int) -> Index:
+    """The n tokens of `group` with the largest first key, ties by the next; linear, no sort of the whole batch."""
     if n <= 0:
-        return np.zeros(0, dtype=np.intp)
-    if n >= len(first):
-        return np.arange(len(first))
+        return group[:0]
+    if n >= len(group) or not keys:
+        return group[:n]
+    first = keys[0][group]
     least = np.partition(first, len(first) - n)[len(first) - n]
-    above, tied = np.flatnonzero(first > least), np.flatnonzero(first == least)
-    wanted = n - len(above)
-    if wanted < len(tied):
-        tied = tied[_top([k[tied] for k in keys[1:]], wanted)] if len(keys) > 1 else tied[:wanted]
-    return np.concatenate([above, tied])
+    above = group[first > least]
+    return np.concatenate([above, _top(keys[1:], group[first == least], n - len(above))])
 
 
-def _keep_some(
-    chosen: BoolArray, scores: TokenScores, keys: TokenKeys, draws: npt.NDArray[np.uint64], least: int
-) -> None:
+def _keep_some(chosen: BoolArray, scores: TokenScores, keys: TokenKeys, rank: _Ranking, least: int) -> None:
     """Give each response with a valid token at least `least` of them, the best by ca_softor first."""
     valid = np.flatnonzero(scores.valid)
     _, group = np.unique(keys.sequence[valid], return_inverse=True)
@@ -201,26 +235,39 @@ def _keep_some(
         return
     open_ = valid[poor & ~chosen[valid]]
     number = group[poor & ~chosen[valid]]
-    ties = scores.H.unclipped + scores.D.unclipped
-    order = np.lexsort((draws[open_], ties[open_], scores.ca_softor[open_], -number))[::-1]
+    order = np.lexsort((*(key[open_] for key in reversed(rank.named("ca_softor"))), -number))[::-1]
     number, open_ = number[order], open_[order]
     first = np.concatenate(([0], np.flatnonzero(np.diff(number)) + 1))
-    rank = np.arange(len(number)) - np.repeat(first, np.diff(np.append(first, len(number))))
-    chosen[open_[rank < least - have[number]]] = True
+    place = np.arange(len(number)) - np.repeat(first, np.diff(np.append(first, len(number))))
+    chosen[open_[place < least - have[number]]] = True
 
 
-def selection_metrics(chosen: BoolArray, scores: TokenScores, keys: TokenKeys) -> dict[str, float | None]:
-    """What was selected: share of valid tokens, means of H, D and C over them, and mean relative position (0.5: evenly
-    spread)."""
-    n = int(scores.valid.sum())
+SELECTION_METRICS = (
+    "keep_ratio", "H_mean", "D_mean", "C_mean", "position_mean", *(f"position_{i}" for i in range(POSITION_BINS)),
+)  # fmt: skip
+
+
+def selection_metrics(
+    chosen: BoolArray, valid: BoolArray, keys: TokenKeys, scores: TokenScores | None
+) -> dict[str, float | None]:
+    """What was selected, under `SELECTION_METRICS`: its share of the valid tokens, means of H, D and C over it (None without
+    scores), mean relative position (0.5: evenly spread) and the shares of the tenths of responses in it."""
+    n = int(valid.sum())
     kept = np.flatnonzero(chosen)
-    out: dict[str, float | None] = {"selection/keep_ratio": len(kept) / n if n else None}
-    for name, values in (("H", scores.H), ("D", scores.D), ("C", scores.C)):
-        out[f"selection/{name}_mean"] = float(values.clipped[kept].mean()) if len(kept) else None
-    length = np.zeros(int(keys.sequence.max(initial=-1)) + 1)
-    np.maximum.at(length, keys.sequence, keys.position + 1)
-    relative = keys.position / np.maximum(length[keys.sequence] - 1, 1)
-    out["selection/position_mean"] = float(relative[kept].mean()) if len(kept) else None
+    out: dict[str, float | None] = dict.fromkeys(SELECTION_METRICS)
+    out["keep_ratio"] = len(kept) / n if n else None
+    if len(kept):
+        if scores is not None:
+            for name, values in (("H", scores.H), ("D", scores.D), ("C", scores.C)):
+                out[f"{name}_mean"] = float(values.clipped[kept].mean())
+        _, number = np.unique(keys.sequence, return_inverse=True)
+        length = np.zeros(int(number.max()) + 1)
+        np.maximum.at(length, number, keys.position + 1)
+        length = length[number[kept]]
+        out["position_mean"] = float((keys.position[kept] / np.maximum(length - 1, 1)).mean())
+        bins = (keys.position[kept] * POSITION_BINS / length).astype(np.int64)
+        shares = np.bincount(bins, minlength=POSITION_BINS) / len(kept)
+        out |= {f"position_{i}": float(share) for i, share in enumerate(shares)}
     return out
 
 

@@ -11,88 +11,46 @@ and, normalised over the batch's valid tokens to [0, 1] (`normalise`):
 
 What a list does not hold (`MissingMass`):
   exact  log-probs of the other side's candidates were asked for; D and C are over the union of both lists, each side
-  renormalised rest   shared candidates one by one, all else as one event: a lower bound of the divergence, nothing invented
+         renormalised
+  rest   shared candidates one by one, all else as one event: a lower bound of the divergence, nothing invented
   fill   1e-12 for what a list lacks, as the reference implementation does: a teacher-only token then costs 27.6 * p nats and
          membership of lists dominates D; for reproduction only
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.errors import DataError, explain
-from slime_tandem.types import BoolArray, FloatArray
+from slime_tandem.types import BoolArray, FloatArray, TopLists
 
-MissingMass = Literal["exact", "rest", "fill"]
-Compatibility = Literal["mass", "overlap", "bhattacharyya", "prefix"]
-Normalisation = Literal["batch_quantile", "batch_minmax", "none"]
+__all__ = [
+    "Compatibility",
+    "MissingMass",
+    "Normalisation",
+    "Normalised",
+    "RawScores",
+    "TokenScores",
+    "TopLists",
+    "normalise",
+    "raw_scores",
+    "token_scores",
+]
 
-_CHUNK = 8192
-"""Positions worked on at once: their K x K comparisons stay in the processor's cache."""
-_FILL = 1e-12
+_CHUNK = 2048
+"""Positions worked on at once: what is computed of them stays in the processor's cache."""
+_LEAST = math.log(1e-30)
+"""Log-probs are cut off here: an exact score of 0 has -inf, and the divergence stays finite."""
+_FILL = math.log(1e-12)
 _LEAST_REST = 1e-6
-Floats = npt.NDArray[np.floating]
-
-
-@dataclass(frozen=True, slots=True)
-class TopLists:
-    """Lists of student and teacher at N positions, all in the student's ids, -1 for an entry that does not exist.
-
-    `*_ids`, `*_log_probs` [N, K], nats of the full distributions. `teacher_on_student` [N, K]: the teacher's log-probs of the
-    student's candidates, `student_on_teacher` the reverse; both or none (only `exact` needs them).
-
-    >>> lists = TopLists(np.array([[1, 2]]), np.log([[0.6, 0.2]]), np.array([[2, 3]]), np.log([[0.5, 0.3]]))
-    >>> scores = raw_scores(lists, "rest")
-    >>> [round(float(x[0]), 4) for x in (scores.entropy, scores.divergence, scores.compatibility)]
-    [0.8113, 0.2231, 0.5]
-    """
-
-    student_ids: npt.NDArray[np.integer]
-    student_log_probs: Floats
-    teacher_ids: npt.NDArray[np.integer]
-    teacher_log_probs: Floats
-    teacher_on_student: Floats | None = None
-    student_on_teacher: Floats | None = None
-
-    def __post_init__(self) -> None:
-        pairs = {
-            "student_log_probs": (self.student_log_probs, self.student_ids),
-            "teacher_log_probs": (self.teacher_log_probs, self.teacher_ids),
-            "teacher_on_student": (self.teacher_on_student, self.student_ids),
-            "student_on_teacher": (self.student_on_teacher, self.teacher_ids),
-        }
-        if self.student_ids.ndim != 2 or self.teacher_ids.ndim != 2 or len(self.student_ids) != len(self.teacher_ids):
-            shapes = f"{self.student_ids.shape} and {self.teacher_ids.shape}"
-            raise DataError(explain("TopLists ids", shapes, "[N, K] for both, with the same N", "pass whole batches"))
-        for name, (values, ids) in pairs.items():
-            if values is None:
-                continue
-            if values.shape != ids.shape:
-                raise DataError(
-                    explain(f"TopLists.{name}", values.shape, f"the shape of its ids {ids.shape}", "pass both")
-                )
-            bad = (ids >= 0) & ~(values <= 1e-3)  # NaN and +inf as well
-            if bad.any():
-                n, k = np.argwhere(bad)[0]
-                raise DataError(
-                    explain(
-                        f"TopLists.{name}[{n}, {k}]",
-                        float(values[n, k]),
-                        "a log-probability of at most 0",
-                        "see the engine",
-                    )
-                )
-        if (self.teacher_on_student is None) != (self.student_on_teacher is None):
-            raise DataError(
-                explain("TopLists", "one cross-score", "both or none", "ask both sides for the other's ids")
-            )
-
-    def __len__(self) -> int:
-        return len(self.student_ids)
+Block = npt.NDArray[np.float32]
+"""[K, n]: entry by entry, so that every operation runs along many positions."""
+Ids = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,68 +94,105 @@ def raw_scores(
     return RawScores(out[0], out[1], out[2], out[3], c)
 
 
-def _probs(ids: npt.NDArray[np.integer], log_probs: Floats) -> npt.NDArray[np.float32]:
-    p = np.exp(log_probs.astype(np.float32))
-    p[ids < 0] = 0.0
-    return p
-
-
-def _chunk(lists: TopLists, part: slice, rule: MissingMass, compatibility: Compatibility) -> FloatArray:
-    s_ids, t_ids = lists.student_ids[part], lists.teacher_ids[part]
-    s, t = _probs(s_ids, lists.student_log_probs[part]), _probs(t_ids, lists.teacher_log_probs[part])
-    same = (s_ids[:, :, None] == t_ids[:, None, :]) & (s_ids >= 0)[:, :, None]
+def _chunk(lists: TopLists, part: slice, rule: MissingMass, compatibility: Compatibility) -> list[FloatArray | Block]:
+    (s_ids, s_there), (t_ids, t_there) = _ids(lists.student_ids[part], -1), _ids(lists.teacher_ids[part], -2)
+    log_s, s = _probs(lists.student_log_probs[part], s_there)
+    log_t, t = _probs(lists.teacher_log_probs[part], t_there)
+    new = np.empty(t_ids.shape, dtype=np.bool_)  # the teacher's entries that the student's list lacks
+    differs = np.empty(s_ids.shape, dtype=np.bool_)
+    for one, out in zip(t_ids, new, strict=True):
+        np.not_equal(s_ids, one, out=differs)
+        np.minimum.reduce(differs.view(np.uint8), axis=0, out=out.view(np.uint8))  # `all`, in half the time
+    if t_there is not None:
+        new &= t_there
     if rule == "exact":
         assert lists.teacher_on_student is not None
         assert lists.student_on_teacher is not None
-        new = ~same.any(1) & (t_ids >= 0)  # the teacher's candidates that the student's list lacks
-        t_on_s = _probs(s_ids, lists.teacher_on_student[part])
-        p = np.concatenate([s, np.where(new, _probs(t_ids, lists.student_on_teacher[part]), 0.0)], axis=1)
-        q = np.concatenate([t_on_s, np.where(new, t, 0.0)], axis=1)
-        p, q = _normalised(p), _normalised(q)
+        log_ts, ts = _probs(lists.teacher_on_student[part], s_there)
+        log_st, st = _probs(lists.student_on_teacher[part], t_there)
+        st *= new
+        t_new = t * new
+        p, q, forward, reverse = _sums(s, log_s, ts, log_ts) + _sums(st, log_st, t_new, log_t)
+        p, q = np.maximum(p, 1e-30), np.maximum(q, 1e-30)  # both lists empty
+        gap = np.log(p / q)
+        forward, reverse = forward / q + gap, reverse / p - gap
+        mass, root, events = ts.sum(0), 1.0 / (np.sqrt(p) * np.sqrt(q)), [(s, ts), (st, t_new)]
     else:
-        t_on_s = np.einsum("nst,nt->ns", same.astype(np.float32), t)
+        log_ts, ts, shared = _on_student(s_ids, t_ids, log_t, t)
+        mass, root = ts.sum(0), np.float32(1.0)
         if rule == "rest":
-            shared = same.any(2)
-            p, q = np.where(shared, s, 0.0), np.where(shared, t_on_s, 0.0)
-            p, q = _with_rest(p), _with_rest(q)
+            s_shared = s * shared
+            p, q, forward, reverse = _sums(s_shared, log_s, ts, log_ts)
+            rest_p, rest_q = (np.maximum(1.0 - x, _LEAST_REST)[None] for x in (p, q))
+            _, _, more_f, more_r = _sums(rest_p, np.log(rest_p), rest_q, np.log(rest_q))
+            forward, reverse = forward + more_f, reverse + more_r
+            events = [(s_shared, ts), (rest_p, rest_q)]
         else:
-            new = ~same.any(1) & (t_ids >= 0)
-            there = np.concatenate([s_ids >= 0, new], axis=1)
-            p = _normalised(np.concatenate([s, np.zeros_like(t)], axis=1))
-            q = _normalised(np.concatenate([t_on_s, np.where(new, t, 0.0)], axis=1))
-            p, q = (np.where(there, np.maximum(x, _FILL), 0.0) for x in (p, q))
+            there = np.True_ if s_there is None else s_there
+            a, b = (np.log(np.maximum(x.sum(0), 1e-30)) for x in (s, t))
+            entries = [
+                (log_s - a, np.where(shared, log_ts - b, _FILL), there),
+                (np.full_like(log_t, _FILL), log_t - b, new),
+            ]
+            logs = [(np.maximum(x, _FILL), np.maximum(y, _FILL), used) for x, y, used in entries]
+            events = [(np.exp(x) * used, np.exp(y) * used) for x, y, used in logs]
+            sums = sum(
+                (_sums(p, x, q, y) for (p, q), (x, y, _) in zip(events, logs, strict=True)), np.zeros(4)[:, None]
+            )
+            forward, reverse = sums[2:]
     if compatibility == "overlap":
-        c = same.any(2).sum(1) / max(s_ids.shape[1], 1)
+        shared_entries = (len(t_ids) if t_there is None else t_there.sum(0)) - new.sum(0)
+        c = shared_entries / max(len(s_ids), 1)
     elif compatibility == "bhattacharyya":
-        c = np.sqrt(p * q).sum(1)
+        c = root * sum(np.sqrt(p * q).sum(0) for p, q in events)
     else:
-        c = np.clip(t_on_s.sum(1), 0.0, 1.0)
-    return np.stack([_entropy(s), _entropy(t), _kl(q, p), _kl(p, q), c]).astype(np.float64)
+        c = np.minimum(mass, 1.0)
+    return [_entropy(s, log_s, s_there), _entropy(t, log_t, t_there), np.maximum(forward, 0), np.maximum(reverse, 0), c]
 
 
-def _normalised(p: Floats) -> npt.NDArray[np.float32]:
-    total = p.sum(1, keepdims=True)
-    return np.asarray(np.divide(p, total, out=np.zeros_like(p), where=total > 0), dtype=np.float32)
+def _ids(ids: Ids, missing: int) -> tuple[Ids, BoolArray | None]:
+    """([K, n], which exist; None: all). What does not exist has another number on either side, so that it never matches."""
+    out = np.ascontiguousarray(ids.T)
+    if out.min(initial=0) >= 0:
+        return out, None
+    there = out >= 0
+    return np.where(there, out, missing), there
 
 
-def _with_rest(p: Floats) -> npt.NDArray[np.float32]:
-    rest = np.maximum(1.0 - p.sum(1, keepdims=True), _LEAST_REST)
-    return np.asarray(np.concatenate([p, rest], axis=1), dtype=np.float32)
+def _probs(log_probs: npt.NDArray[np.floating], there: BoolArray | None) -> tuple[Block, Block]:
+    """(log-probs, probabilities) [K, n] of [n, K]; probability 0 where `there` says that there is no entry."""
+    log_p = np.ascontiguousarray(log_probs.T, dtype=np.float32)
+    if log_p.min(initial=0) < _LEAST:
+        log_p = np.maximum(log_p, np.float32(_LEAST))
+    p = np.exp(log_p)
+    if there is not None:
+        p *= there
+    return log_p, p
 
 
-def _entropy(p: npt.NDArray[np.float32]) -> Floats:
+def _sums(p: Block, log_p: Block, q: Block, log_q: Block) -> Block:
+    """[4, n]: the sums of p, q, q * log(q / p) and p * log(p / q) over entries, with the logarithms as given."""
+    d = log_q - log_p
+    return np.stack([p.sum(0), q.sum(0), np.einsum("kn,kn->n", q, d), -np.einsum("kn,kn->n", p, d)])
+
+
+def _on_student(s_ids: Ids, t_ids: Ids, log_t: Block, t: Block) -> tuple[Block, Block, BoolArray]:
+    """(log-probs, probabilities, whether there) [K, n]: the teacher's own entries at the student's."""
+    log_ts, ts, shared = np.zeros_like(log_t, shape=s_ids.shape), np.zeros_like(t, shape=s_ids.shape), s_ids < -2
+    for j, one in enumerate(t_ids):
+        same = s_ids == one
+        shared |= same
+        log_ts += same * log_t[j]
+        ts += same * t[j]
+    return log_ts, ts, shared
+
+
+def _entropy(p: Block, log_p: Block, there: BoolArray | None) -> Block:
     """Of a list renormalised, over ln(entries); 0 for a list of one or none."""
-    q = _normalised(p)
-    n = np.maximum((p > 0).sum(1), 2)
-    h = -(q * np.log(np.where(q > 0, q, 1.0))).sum(1) / np.log(n)
-    return np.asarray(np.clip(h, 0.0, 1.0))
-
-
-def _kl(p: Floats, q: Floats) -> Floats:
-    there = p > 0
-    least = np.float32(1e-30)  # an exact score of 0 has log-prob -inf; the divergence stays finite
-    log_ratio = np.log(np.where(there, p, 1.0)) - np.log(np.where(there, np.maximum(q, least), 1.0))
-    return np.asarray(np.maximum((p * log_ratio).sum(1), 0.0))
+    total = np.maximum(p.sum(0), 1e-30)
+    h = np.log(total) - np.einsum("kn,kn->n", p, log_p) / total
+    n = np.array(len(p)) if there is None else there.sum(0)
+    return np.asarray(np.clip(np.where(n > 1, h, 0.0) / np.log(np.maximum(n, 2)), 0.0, 1.0), dtype=np.float32)
 
 
 def _prefix_mean(values: FloatArray, sequence: npt.NDArray[np.integer], alpha: float) -> FloatArray:
@@ -254,12 +249,16 @@ def normalise(
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Normalised scores of a batch [N]; `valid` are the tokens that may be selected at all."""
+    """Normalised scores of a batch [N]; `valid` are the tokens that may be selected at all.
+
+    `DC`: the product D * C normalised as one score, which the reference's ca_softor has in the place of Dn * Cn.
+    """
 
     H: Normalised
     D: Normalised
     C: Normalised
     valid: BoolArray
+    DC: Normalised | None = None
 
     @property
     def dlearn(self) -> FloatArray:
@@ -279,7 +278,7 @@ class TokenScores:
     @property
     def ca_softor(self) -> FloatArray:
         """Soft-or of entropy and learnable disagreement."""
-        return _soft_or(self.H.clipped, self.dlearn)
+        return _soft_or(self.H.clipped, self.dlearn if self.DC is None else self.DC.clipped)
 
 
 def _soft_or(a: FloatArray, b: FloatArray) -> FloatArray:
@@ -292,9 +291,13 @@ def token_scores(
     mode: Normalisation = "batch_quantile",
     *,
     reverse: bool = False,
+    reference: bool = False,
 ) -> TokenScores:
-    """Normalise H, D (the reverse divergence if `reverse`) and C over the valid tokens of a batch."""
+    """Normalise H, D (the reverse divergence if `reverse`) and C over the valid tokens of a batch.
+
+    `reference`: over all tokens, valid or not, as the published code does, and with its form of ca_softor.
+    """
     d = raw.reverse_divergence if reverse else raw.divergence
-    return TokenScores(
-        normalise(raw.entropy, valid, mode), normalise(d, valid, mode), normalise(raw.compatibility, valid, mode), valid
-    )
+    over = np.ones_like(valid) if reference else valid
+    H, D, C = (normalise(x, over, mode) for x in (raw.entropy, d, raw.compatibility))
+    return TokenScores(H, D, C, valid, normalise(d * raw.compatibility, over, mode) if reference else None)

@@ -453,6 +453,9 @@ class EngineClient:
     def _pairs(self, where: str, entry: Any) -> TopLogProbs:
         if not isinstance(entry, list):
             raise self._bad(where, entry, "a list of [log-prob, id, text]")
+        values = [e[0] for e in entry]
+        if set(map(type, values)) == {float} and math.isfinite(sum(values)):
+            return tuple(zip(values, [int(e[1]) for e in entry], strict=True))
         return tuple((self._finite(where, e[0]), int(e[1])) for e in entry)
 
     def _finite(self, where: str, value: Any) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import gc
 import hmac
 import json
 import os
@@ -269,6 +270,8 @@ def serve(
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer = load_tokenizer(model, trust_remote_code)
         hf_model = load_model(model, dtype, trust_remote_code)
+
+        gc.freeze()  # what is here by now stays; answers of many lists must not have it searched again and again
 
         def load(path: str) -> Any:
             return load_model(path, dtype, trust_remote_code)

@@ -11,6 +11,7 @@ are always in use; per-row state lies in numpy arrays, so a decode step costs no
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -116,10 +117,14 @@ def _candidates(log_probs: torch.Tensor, jobs: Sequence[Job]) -> tuple[list[Cand
         values, ids = log_probs.topk(widest, dim=-1)
         for i, (job, v, t) in enumerate(zip(jobs, values.tolist(), ids.tolist(), strict=True)):
             top[i] = list(zip(v, t, strict=True))[: job.top_logprobs_num]
-    for i, job in enumerate(jobs):
+    start = 0
+    for _, mine in itertools.groupby(jobs, key=id):  # the positions of one input stand together
+        job, stop = jobs[start], start + sum(1 for _ in mine)
         if job.token_ids_logprob is not None:
             ids_here = list(job.token_ids_logprob)
-            chosen[i] = list(zip(log_probs[i, ids_here].tolist(), ids_here, strict=True))
+            values_here = log_probs[start:stop][:, ids_here].tolist()
+            chosen[start:stop] = [list(zip(row, ids_here, strict=True)) for row in values_here]
+        start = stop
     return top, chosen
 
 

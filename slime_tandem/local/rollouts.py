@@ -46,10 +46,12 @@ def rollout(
     *,
     tandem: bool,
     score: bool,
+    plain: bool = False,
 ) -> tuple[list[ScoredSample], dict[str, float]]:
     """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`. Samples are in prompt order.
 
-    `tandem=False`: the senior writes alone. `score=False`: no teacher is asked. Raises EngineError for a sample that
+    `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
+    log-probs (where responses are not read along). Raises EngineError for a sample that
     could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written.
     """
     t0 = time.perf_counter()
@@ -68,7 +70,7 @@ def rollout(
     t1 = time.perf_counter()
     scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
     if score and overlap is None:
-        scores = with_revival(team, lambda: team.score(samples))
+        scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
         ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
@@ -170,12 +172,14 @@ def evaluate(
     """
     both = "junior" in team.roles
     teacher = bool(team.teacher_specs)
-    solo, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both)
+    solo, _ = rollout(
+        team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both, plain=True
+    )
     accuracy = _accuracy(solo, tasks)
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
-        tandem, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher)
+        tandem, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher, plain=True)
         tandem_accuracy = _accuracy(tandem, tasks)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,15 +78,19 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
         for family in sorted(families - {"jsonl"}):
             mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
             mine = mine or [s.name for s in opd.teachers if s.tasks is None]
-            if len(mine) > 1 and opd.signal != "sampled":
-                raise ConfigError(
-                    explain(
-                        "opd.signal",
-                        opd.signal,
-                        f"sampled where several teachers score one task ({family}: {', '.join(mine)})",
-                        "name each task in the `tasks` of one teacher only, or set opd.signal=sampled",
+            for setting, value, usual in (
+                ("opd.signal", opd.signal, "sampled"),
+                ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+            ):
+                if len(mine) > 1 and value not in (usual, "full"):
+                    raise ConfigError(
+                        explain(
+                            setting,
+                            value,
+                            f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
+                            f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                        )
                     )
-                )
         return {f"teacher {spec.name}": spec for spec in opd.teachers}
     alone = TeacherSpec(
         name="teacher",
@@ -126,7 +131,8 @@ class Team:
     def __init__(self, config: RunConfig, log_dir: Path) -> None:
         self.config, self.log_dir = config, log_dir
         self.roles: list[Role] = ["senior"]
-        self.roles += ["junior"] if config.tandem.enabled else []
+        tandem = config.tandem.model_copy(update={"enabled": config.tandem.enabled or config.eval.tandem})
+        self.roles += ["junior"] if tandem.enabled else []
         self.teacher_specs: dict[Role, TeacherSpec] = _teacher_specs(config)
         self.roles += self.teacher_specs
         models: dict[Role, str] = {"senior": config.models.senior, "junior": config.models.junior}
@@ -148,15 +154,24 @@ class Team:
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
         self.environments = Environments(config.tasks, self.student)
+        if self.teacher_specs:
+            most = min(len(self.tokenizers[role].tokens.table) for role in ("senior", *self.teacher_specs))
+            for setting, k in (("top_k", config.opd.top_k), ("selection.top_k", config.opd.selection.top_k)):
+                if k > most:  # the defaults are within any vocabulary
+                    raise ConfigError(
+                        explain(
+                            f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
+                        )
+                    )
         self.spellers = None
-        if config.tandem.enabled and config.tandem.junior_tokenizer == "same":
+        if tandem.enabled and tandem.junior_tokenizer == "same":
             require_same_tokenizer(self.student, self.tokenizers["junior"])
-        elif config.tandem.enabled:
+        elif tandem.enabled:
             self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
-        self.boundaries = BoundaryRecord.resolve(config.tandem, self.student.tokens)
+        self.boundaries = BoundaryRecord.resolve(tandem, self.student.tokens)
         boundary = self.boundaries.ids
-        self.tandem_rule = HandoffRule.from_config(config.tandem, boundary)
-        self.solo_rule = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), boundary)
+        self.tandem_rule = HandoffRule.from_config(tandem, boundary)
+        self.solo_rule = HandoffRule.from_config(tandem.model_copy(update={"enabled": False}), boundary)
         self.fused = config.engine.mode == "fused"
         self.servers: dict[Role, ServerProcess | FusedServer] = {}
         self.clients: dict[Role, EngineClient] = {}
@@ -178,6 +193,7 @@ class Team:
         self.close()
 
     def _start(self) -> None:
+        gc.freeze()  # until `close`: libraries and tokenizers stay; long lists must not have them searched again and again
         e = self.config.engine
         key = self._api_key()
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -227,8 +243,14 @@ class Team:
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
         if self.teacher_specs:
-            opd = self.config.opd
-            scoring = Scoring(opd.alignment, 0 if opd.signal == "sampled" else opd.top_k, opd.support)
+            opd, chosen = self.config.opd, self.config.opd.selection
+            scoring = Scoring(
+                opd.alignment,
+                0 if opd.signal == "sampled" else opd.top_k,
+                opd.support,
+                0 if chosen.mask == "full" else chosen.top_k,
+                chosen.missing_mass == "exact",
+            )
             self._panel = TeacherPanel([self._teacher(role) for role in self.teacher_specs], scoring)
 
     def _max_tokens(self, role: Role) -> int | None:
@@ -295,6 +317,7 @@ class Team:
             for server in self.servers.values():
                 server.stop()
             self.servers.clear()
+            gc.unfreeze()
 
     def send_weights(self, folder: Path, version: str) -> None:
         """Load a Hugging Face folder into the senior's server; WeightVersionError if it then serves another version."""
@@ -420,9 +443,12 @@ class Team:
         assert self._panel is not None, "no teacher in this run"
         return self._panel
 
-    def score(self, samples: Sequence[TandemSample]) -> list[AlignedScores | TeacherScoreError]:
-        """The teachers' view of each sample, in order; raises EngineError kinds if a server fails as a whole."""
-        return self.runner.run(self.panel.score(samples, self.clients["senior"]))
+    def score(self, samples: Sequence[TandemSample], *, plain: bool = False) -> list[AlignedScores | TeacherScoreError]:
+        """The teachers' view of each sample, in order (`plain`: without candidates and lists).
+
+        Raises EngineError kinds if a server fails as a whole.
+        """
+        return self.runner.run(self.panel.score(samples, self.clients["senior"], plain=plain))
 
     async def _write_and_score(
         self, writers: Sequence[TandemWriter], at_once: int

@@ -41,7 +41,7 @@ class Trainer:
 
     def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
         pg = sum(float(row.weights.sum()) for row in mini)
-        opd = sum(float(row.opd_weights.sum()) for row in mini)
+        opd = sum(row.opd_share for row in mini)
         denominators = Denominators(max(pg, 1e-8), max(opd, 1e-8))
         total = dict.fromkeys(LOSS_METRICS, 0.0)
         self.policy.zero_grad()

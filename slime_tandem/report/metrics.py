@@ -123,6 +123,63 @@ _TABLE = (
     _step(
         "opd/unaligned_inserted", "tokens", "sum over the step", "none", "no teacher value: text that nobody sampled"
     ),
+    _step(
+        "selection/keep_ratio",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "valid tokens that carry the teacher's signal (opd.selection; 1 without a selection)",
+    ),
+    _step(
+        "selection/valid_tokens", "tokens", "sum over the step", "none", "senior-written tokens that may be selected"
+    ),
+    _step(
+        "selection/masked_tokens",
+        "tokens",
+        "sum over the step",
+        "down",
+        "aligned tokens that cannot be scored: none of a side's candidates has a counterpart",
+    ),
+    _step(
+        "selection/unshared_candidates",
+        "fraction",
+        "ratio of sums",
+        "down",
+        "entries of both sides' lists whose bytes the other vocabulary has in no token",
+    ),
+    *(
+        _step(
+            f"selection/{name}_mean", "fraction", "token mean", "none", f"normalised {name} ({what}) of selected tokens"
+        )
+        for name, what in (("H", "student's entropy"), ("D", "disagreement"), ("C", "compatibility"))
+    ),
+    _step(
+        "selection/position_mean",
+        "fraction",
+        "token mean",
+        "none",
+        "relative position of selected tokens; 0.5: spread evenly",
+    ),
+    *(
+        _step(
+            f"selection/position_{i}",
+            "fraction",
+            "ratio of sums",
+            "none",
+            f"selected tokens that lie in tenth {i} of their response",
+        )
+        for i in range(10)
+    ),
+    *(
+        _step(
+            f"selection/overlap_{name}",
+            "fraction",
+            "ratio of sums",
+            "none",
+            f"tokens that selector {name} shares with the one in use, over all that either selects",
+        )
+        for name in ("dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random")
+    ),
     _step("group/zero_variance_fraction", "fraction", "group mean", "down", "groups whose rewards are all equal"),
     _step("train/loss", "1", "update mean", "none", "the whole loss: the three terms below"),
     _step("train/pg_loss", "1", "token mean", "none", "clipped surrogate of the task reward, with its weight"),

@@ -179,7 +179,7 @@ class RunWriter:
         path = self.run_dir / "config.yaml"
         if self._resumed and path.exists():
             require_same_settings(path, config)
-        _replace(path, config.to_yaml().encode())
+        replace_file(path, config.to_yaml().encode())
 
     def write_step(self, step: int, row: Row) -> None:
         """Append one training step. Raises AssertionError for another key set, DataError for a NaN, RunDirError."""
@@ -305,7 +305,7 @@ def _keep_rows(
         return
     if open_files is not None and path in open_files:
         open_files.pop(path).close()
-    _replace(path, _lines(kept))
+    replace_file(path, _lines(kept))
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -319,7 +319,7 @@ def _write_all(file: FileIO, content: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a whole file so that a kill leaves either the old or the new one."""
     new = path.with_name(path.name + ".new")
     with disk_errors(path):

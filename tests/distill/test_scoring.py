@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
 from slime_tandem.distill.scoring import (
     Scoring,
     Teacher,
@@ -315,6 +316,98 @@ def test_the_student_is_asked_for_its_own_lists() -> None:
     (error,) = asyncio.run(student_candidates(ScriptedTeacher(), [sample(0, [2])], 2))
     assert isinstance(error, TeacherScoreError)
     assert str(error).startswith("senior answer")
+
+
+# ---- lists of both sides, by which tokens are selected ----
+
+STUDENT_TOPS = [[{2: -0.5, 0: -1.0, 4: -2.0}, {3: -0.1, 2: -3.0, 1: -4.0}]]
+
+
+def test_lists_of_both_sides_with_exact_values_of_each_others_entries() -> None:
+    """The student lists c a \\xe4, then end c b; the teacher c end a (ids 2, 0, 4) at both positions."""
+    engine, senior = Listing(top=(0, 2, 4)), Listing()
+    scoring = Scoring(lists=3)
+    (scores,) = asyncio.run(make_teacher(engine).score([sample(0, [2, 3])], scoring, STUDENT_TOPS, senior))
+    assert isinstance(scores, AlignedScores)
+    lists = scores.lists
+    assert lists is not None
+    assert scores.candidates is None
+    assert lists.student_ids.tolist() == [[2, 0, -1], [3, 2, 1]], "the byte \\xe4 has no counterpart"
+    assert lists.student_log_probs[1].tolist() == [-0.1, -3.0, -4.0]
+    assert lists.teacher_ids.tolist() == [[3, 2, 0], [3, 2, 0]]
+    # Input of the teacher: 5 5 5 c end; its value of id t at position p is -t/10 - p/100.
+    assert lists.teacher_log_probs[0] == pytest.approx([-0.03, -0.23, -0.43])
+    assert lists.teacher_on_student is not None
+    assert lists.teacher_on_student[1] == pytest.approx([-0.04, -0.24, -0.54]), "b (5) was asked for"
+    assert lists.student_on_teacher is not None
+    # Input of the student: 9 c end; its end (3) at position 1, a (0) at position 2 were asked for.
+    assert lists.student_on_teacher == pytest.approx(np.array([[-0.31, -0.5, -1.0], [-0.1, -3.0, -0.02]]))
+    assert engine.batches[1][0].token_ids_logprob == (5,)
+    assert [r.token_ids_logprob for r in senior.batches[0]] == [(0, 3)]
+    assert senior.batches[0][0].input_ids == (9, 2, 3)
+
+
+def test_unpaired_positions_have_no_lists_and_without_cross_scores_nothing_more_is_asked() -> None:
+    engine = Listing(top=(0, 2, 4))
+    tops = [[STUDENT_TOPS[0][0]] * 4]
+    scoring = Scoring(lists=3, cross=False)
+    (scores,) = asyncio.run(make_teacher(engine).score([sample(0, [2, 0, 1, 3])], scoring, tops))
+    assert isinstance(scores, AlignedScores)
+    assert scores.lists is not None
+    assert (scores.lists.student_ids[1:3] == -1).all(), "a and b are one token of the teacher's"
+    assert scores.lists.teacher_on_student is None
+    assert len(engine.batches) == 1
+
+
+def test_a_server_that_gives_shorter_lists_than_asked_is_told() -> None:
+    """K larger than its limit must not pass for distributions with fewer tokens."""
+    (error,) = asyncio.run(
+        make_teacher(Listing(top=(0, 2))).score([sample(0, [2, 3])], Scoring(lists=3), STUDENT_TOPS, Listing())
+    )
+    assert isinstance(error, TeacherScoreError)
+    assert "2 candidates': expected the 3 that were asked for. Remedy: lower opd.selection.top_k" in str(error)
+    short = [[{2: -0.5}, {2: -0.5}]]
+    (error,) = asyncio.run(
+        make_teacher(Listing(top=(0, 2, 4))).score([sample(0, [2, 3])], Scoring(lists=3), short, Listing())
+    )
+    assert isinstance(error, TeacherScoreError)
+    assert str(error).startswith("senior answer")
+
+
+def test_a_cross_score_that_is_missing_fails_its_sample_only() -> None:
+    engine, senior = Listing(top=(0, 2, 4)), Listing(drop=0)
+    samples = [sample(0, [2, 3]), sample(1, [2])]
+    tops = [*STUDENT_TOPS, [{2: -0.5, 0: -1.0, 3: -2.0}]]
+    bad, good = asyncio.run(make_teacher(engine).score(samples, Scoring(lists=3), tops, senior))
+    assert isinstance(bad, TeacherScoreError)
+    assert "no log-prob of id 0" in str(bad)
+    assert isinstance(good, AlignedScores)
+
+
+def test_a_panel_asks_the_senior_only_where_lists_are_wanted() -> None:
+    engine, senior = Listing(top=(0, 2, 4)), Listing(top=(0, 1, 2))
+    panel = TeacherPanel([make_teacher(engine)], Scoring(lists=3))
+    (plain,) = asyncio.run(panel.score([sample(0, [2, 3])], senior, plain=True))
+    assert isinstance(plain, AlignedScores)
+    assert plain.lists is None
+    assert (len(senior.batches), engine.batches[0][0].top_logprobs_num) == (0, 0)
+    (scores,) = asyncio.run(panel.score([sample(0, [2, 3])], senior))
+    assert isinstance(scores, AlignedScores)
+    assert scores.lists is not None
+    assert senior.batches[0][0].top_logprobs_num == 3
+    with pytest.raises(DataError, match="one teacher per sample"):
+        combine([(1.0, scores), (1.0, scores)])
+
+
+def test_windows_hold_so_many_values_at_most() -> None:
+    """Each position wants 100 ids of its own: three times 300 values are within 1024, four times 400 are not."""
+    senior = Listing()
+    wanted = [frozenset(range(100 * i, 100 * i + 100)) for i in range(4)]
+    query = ExactQuery("x-0", [9], [2] * 4, wanted)
+    (got,) = asyncio.run(exact_log_probs(senior, [query], role="senior"))
+    assert not isinstance(got, TeacherScoreError)
+    assert [set(g) for g in got] == [set(w) for w in wanted]
+    assert [len(r.token_ids_logprob or ()) for r in senior.batches[0]] == [300, 100]
 
 
 # ---- several teachers ----

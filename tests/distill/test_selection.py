@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_tandem.config import Budget, Selector
 from slime_tandem.distill.selection import (
     ALIASES,
-    Budget,
-    Selector,
+    SELECTION_METRICS,
     TokenKeys,
     overlap,
     resolve_selector,
@@ -185,18 +185,35 @@ def test_draws_advance_with_seed_and_rollout() -> None:
 def test_metrics_and_overlap() -> None:
     scores, keys = scores_of(H, D, C, [True] * 5 + [False]), keys_of([3, 3])
     mask = np.array([True, False, True, False, False, False])
-    got = selection_metrics(mask, scores, keys)
-    assert got == {
-        "selection/keep_ratio": 0.4,
-        "selection/H_mean": pytest.approx(0.55),
-        "selection/D_mean": pytest.approx(0.45),
-        "selection/C_mean": pytest.approx(0.7),
-        "selection/position_mean": pytest.approx(0.5),
+    got = selection_metrics(mask, scores.valid, keys, scores)
+    assert tuple(got) == SELECTION_METRICS
+    assert {k: v for k, v in got.items() if v} == {
+        "keep_ratio": 0.4,
+        "H_mean": pytest.approx(0.55),
+        "D_mean": pytest.approx(0.45),
+        "C_mean": pytest.approx(0.7),
+        "position_mean": pytest.approx(0.5),
+        "position_0": 0.5,  # the first of three tokens, and the third
+        "position_6": 0.5,
     }
     nothing = np.zeros(6, dtype=np.bool_)
-    assert selection_metrics(nothing, scores, keys)["selection/H_mean"] is None
+    assert selection_metrics(nothing, scores.valid, keys, scores)["H_mean"] is None
+    assert selection_metrics(mask, scores.valid, keys, None)["H_mean"] is None
+    assert selection_metrics(nothing, nothing, keys, None)["keep_ratio"] is None
     assert overlap(mask, np.array([True, True, False, False, False, False])) == pytest.approx(1 / 3)
     assert overlap(nothing, nothing) is None
+
+
+def test_the_references_rules_can_be_had() -> None:
+    """Ties to the earliest position of a response, nothing beyond the clipping, the same draws in every rollout."""
+    h = [0.2, 1.5, 1.0, 9.0, 1.2, 0.1]
+    scores = scores_of(h, [0.0] * 6, [0.0] * 6)
+    assert chosen(scores, "entropy", 0.3, [6]) == [1, 3], "1.5 and 9 are the largest"
+    assert chosen(scores, "entropy", 0.3, [6], reference=True) == [1, 2], "all above 1 are alike"
+    assert chosen(scores, "entropy", 0.3, [3, 3], reference=True) == [1, 3], "positions 1 and 0 of two responses"
+    flat = scores_of([0.0] * 50, [0.0] * 50, [0.0] * 50)
+    first, second = (chosen(flat, "random", 0.2, [50], rollout_id=r, reference=True) for r in (0, 5))
+    assert first == second
 
 
 def test_nothing_to_choose_from() -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_tandem.config import Compatibility, MissingMass
 from slime_tandem.distill import teachability
 from slime_tandem.distill.teachability import (
-    Compatibility,
-    MissingMass,
     RawScores,
-    TopLists,
     normalise,
     raw_scores,
     token_scores,
 )
 from slime_tandem.errors import DataError
+from slime_tandem.types import TopLists
 
 
 def lists_of(
@@ -149,6 +149,58 @@ def test_missing_entries_are_no_tokens() -> None:
     )
     got = raw_scores(lists, "rest")
     assert (got.divergence[0], got.compatibility[0], got.entropy[0]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("rule", get_args(MissingMass))
+@pytest.mark.parametrize("kind", get_args(Compatibility))
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_what_does_not_exist_changes_nothing(rule: MissingMass, kind: Compatibility, seed: int) -> None:
+    """Lists with entries taken out score as shorter lists do; where both are empty all is 0 and nothing is divided by it."""
+    rng = np.random.default_rng(seed)
+    lists, _, _ = random_lists(rng, 6, 4)
+    short = TopLists(*(getattr(lists, name)[:, :3] for name in TopLists.__dataclass_fields__))
+    order = rng.permutation(4)
+    gone = np.array([0, 0, 0, 1], dtype=np.bool_)[order]
+    holes = TopLists(
+        *(
+            np.where(gone, -1 if name.endswith("ids") else rng.normal(), getattr(lists, name)[:, order])
+            for name in TopLists.__dataclass_fields__
+        )
+    )
+    sequence = np.zeros(6, dtype=np.int64)
+    got, want = (raw_scores(x, rule, kind, sequence) for x in (holes, short))
+    for name in RawScores.__dataclass_fields__:
+        if kind == "overlap" and name == "compatibility":  # over K, whatever exists of it
+            assert 4 * getattr(got, name) == pytest.approx(3 * getattr(want, name))
+        else:
+            assert getattr(got, name) == pytest.approx(getattr(want, name), abs=1e-5)
+    nothing = TopLists(
+        *(np.full((2, 4), -1.0 if name.endswith("ids") else 0.0) for name in TopLists.__dataclass_fields__)
+    )
+    none = raw_scores(nothing, rule, kind, sequence[:2])
+    assert none.entropy.tolist() == none.divergence.tolist() == none.reverse_divergence.tolist() == [0.0, 0.0]
+    assert none.compatibility == pytest.approx(float(rule == "rest" and kind == "bhattacharyya")), "the rest is all"
+
+
+def test_a_probability_of_zero_stays_finite() -> None:
+    lists = lists_of({1: 0.5, 2: 0.3}, {3: 0.6, 2: 0.2}, {**P, 3: 0.0}, {**Q, 1: 0.0})
+    lists.teacher_on_student[0, 0] = lists.student_on_teacher[0, 0] = -math.inf  # type: ignore[index]
+    got = raw_scores(lists, "exact")
+    assert np.isfinite([got.divergence, got.reverse_divergence]).all()
+    assert got.divergence[0] > 20
+
+
+def test_the_references_normalisation_counts_masked_tokens_and_joins_d_and_c_first() -> None:
+    """Quantiles over all six; its ca_softor takes the product of raw D and C as one score."""
+    d, c = np.array([0.0, 2.0, 4.0, 1.0, 8.0, 8.0]), np.array([1.0, 0.5, 0.25, 1.0, 0.5, 1.0])
+    valid = np.array([True] * 4 + [False] * 2)
+    raw = RawScores(np.zeros(6), np.zeros(6), d, d, c)
+    own, theirs = (token_scores(raw, valid, "batch_minmax", reference=r) for r in (False, True))
+    assert own.D.clipped.tolist() == [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
+    assert theirs.D.clipped.tolist() == [0.0, 0.25, 0.5, 0.125, 1.0, 1.0]
+    assert own.ca_softor[:4] == pytest.approx([0.0, 0.5 / 3, 0.0, 0.25])
+    assert theirs.ca_softor == pytest.approx([0.0, 1 / 8, 1 / 8, 1 / 8, 4 / 8, 1.0])
 
 
 def test_bad_lists_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.local.batches import TrainRow, build_rows, micro_batches, mini_batches
-from slime_tandem.types import AlignedScores, AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample
+from slime_tandem.types import AlignedScores, AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample, TopLists
 
 
 def scored(
@@ -53,7 +55,11 @@ def test_weights_are_the_authorship_and_the_opd_weights_is_senior_and_aligned() 
     assert rows[0].teacher_log_probs.tolist() == [-0.25, -0.25, 0.0]
     assert [r.advantage for r in rows] == [0.5, -0.5]
     assert rows[0].tokens == (1, 2, 3, 4, 5)
-    assert metrics == {"group/zero_variance_fraction": 0.0, "opd/failed_samples": 0.0}
+    assert metrics["group/zero_variance_fraction"] == metrics["opd/failed_samples"] == 0.0
+    assert metrics["selection/keep_ratio"] == 1.0
+    _, off = build_rows(samples, config("opd.enabled=false"))
+    assert off.keys() == metrics.keys()
+    assert off["selection/keep_ratio"] is None
 
 
 def test_junior_tokens_with_weight_need_the_seniors_log_probs() -> None:
@@ -78,6 +84,68 @@ def test_a_dropped_sample_still_counts_in_its_groups_mean() -> None:
 def test_stop_raises_the_teachers_reason() -> None:
     with pytest.raises(TeacherScoreError, match="teacher answer"):
         build_rows([scored(0, 1.0, teacher=False)], config("opd.on_failed_sample=stop"))
+
+
+def with_lists(s: ScoredSample, divergences: list[float]) -> ScoredSample:
+    """The student is sure of token 1, the teacher of 2, which gives 1 the probability exp(-divergence)."""
+    n = len(divergences)
+    ids, sure = np.ones((n, 1), dtype=np.int64), np.full((n, 1), np.log(0.9))
+    other = -np.array(divergences)[:, None]
+    assert s.teacher is not None
+    lists = TopLists(ids, sure, 2 * ids, sure, other, other)
+    return replace(s, teacher=replace(s.teacher, lists=lists))
+
+
+SELECT = (
+    "opd.selection.selector=divergence",
+    "opd.selection.ratio=0.25",
+    "opd.selection.min_keep_per_sample=0",
+    "opd.selection.top_k=1",
+)
+
+
+def test_a_selection_masks_the_opd_weights_only() -> None:
+    """Four usable tokens (senior-written and aligned), one is kept; the task reward keeps all of its own."""
+    samples = [
+        with_lists(scored(0, 1.0, mask=(1, 1, 1)), [1.0, 2.0, 9.0]),
+        with_lists(scored(0, 0.0, mask=(1, 1, 1)), [1.0, 3.0, 9.0]),
+    ]
+    full, _ = build_rows(samples, config())
+    rows, metrics = build_rows(samples, config(*SELECT, "opd.position_discount=0.5"))
+    assert [r.opd_weights.tolist() for r in rows] == [[0.0, 0.0, 0.0], [0.0, 0.5, 0.0]]
+    assert [r.weights.tolist() for r in rows] == [r.weights.tolist() for r in full] == [[1.0] * 3] * 2
+    assert (metrics["selection/valid_tokens"], metrics["selection/keep_ratio"]) == (4.0, 0.25)
+
+
+def test_the_denominator_is_a_setting() -> None:
+    samples = [with_lists(scored(0, r, mask=(1, 1, 1)), [1.0, 2.0, 9.0]) for r in (1.0, 0.0)]
+    selected, _ = build_rows(samples, config(*SELECT))
+    valid, _ = build_rows(samples, config(*SELECT, "opd.selection.denominator=valid"))
+    assert sum(r.opd_share for r in selected) == 1.0
+    assert sum(r.opd_share for r in valid) == 4.0, "what the whole distillation would divide by"
+    assert [r.opd_weights.tolist() for r in valid] == [r.opd_weights.tolist() for r in selected]
+
+
+def test_the_references_mask_takes_the_task_rewards_tokens_too() -> None:
+    samples = [with_lists(scored(0, r, mask=(1, 1, 1)), [1.0, 2.0, 9.0]) for r in (1.0, 0.0)]
+    reference = ("opd.selection.rules=reference", "opd.selection.missing_mass=fill")
+    rows, metrics = build_rows(samples, config(*SELECT, *reference))
+    assert [r.weights.tolist() for r in rows] == [r.opd_weights.tolist() for r in rows]
+    assert sum(r.weights.sum() for r in rows) == metrics["selection/keep_ratio"] * 4 == 1.0
+
+
+def test_failed_and_dropped_samples_are_no_part_of_the_budget() -> None:
+    good = with_lists(scored(0, 1.0, mask=(1, 1, 1)), [1.0, 2.0, 9.0])
+    for policy, n in (("drop_opd", 2), ("drop_sample", 1)):
+        rows, metrics = build_rows(
+            [scored(0, 0.0, teacher=False), good], config(*SELECT, f"opd.on_failed_sample={policy}")
+        )
+        assert len(rows) == n
+        assert metrics["selection/valid_tokens"] == 2.0
+        assert rows[-1].opd_weights.tolist() == [0.0, 1.0, 0.0]
+    rows, metrics = build_rows([scored(0, 0.0, teacher=False)], config(*SELECT))
+    assert rows[0].opd_weights.tolist() == [0.0] * 3, "a batch without any signal trains on the reward alone"
+    assert metrics["selection/keep_ratio"] is None
 
 
 def row(group: int, length: int) -> TrainRow:

@@ -378,6 +378,18 @@ def test_a_run_of_two_turns(trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert any(token["teacher_log_prob"] is not None for token in row["tokens"])
 
 
+def test_a_senior_that_trains_alone_can_be_evaluated_with_a_junior(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    changes = {"tandem": {"enabled": False}, "opd": {"enabled": False}, "train": {**BASE["train"], "steps": 1}}
+    config = RunConfig.from_mapping(
+        settings(trio, tmp_path, control=False, eval={"prompts": 4, "tandem": True}, **changes)
+    )
+    train(config)
+    assert rows(config.run_dir / "metrics.jsonl")[0]["tandem/senior_token_fraction"] == 1
+    for row in rows(config.run_dir / "eval.jsonl"):
+        assert row["eval/tandem_accuracy"] is not None
+        assert 0 < row["eval/senior_token_fraction"] < 1
+
+
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
     changes = settings(trio, tmp_path, control=False, engine={**BASE["engine"], "junior_url": _urls["junior_url"]})
@@ -390,6 +402,7 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
         "support": "union",
         "overlap": 3,
         "position_discount": 0.9,
+        "selection": {"selector": "teachability", "ratio": 0.3, "top_k": 6},
         "teachers": [
             {
                 "name": "sums",
@@ -408,9 +421,23 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
         assert row["opd/failed_samples"] == 0
         assert row["train/opd_loss"] > 0
         assert 0.5 < row["opd/coverage"] < 1, "one teacher cuts text otherwise"
+        assert 0.3 <= row["selection/keep_ratio"] < 0.5, "and one per response at least"
+        assert row["selection/overlap_dlearn_high"] == 1
+        assert 0 < row["selection/overlap_random"] < 1
+        assert sum(row[f"selection/position_{i}"] for i in range(10)) == pytest.approx(1)
+        assert all(0 <= row[f"selection/{name}_mean"] <= 1 for name in "HDC")
         assert row["train/logprob_diff"] < 1e-4
     for name in ("teacher-sums", "teacher-rest"):
         assert (config.run_dir / "logs" / f"{name}.log").exists()
+
+
+def test_lists_longer_than_a_vocabulary_are_refused_at_the_start(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    opd = {"selection": {"selector": "tip", "ratio": 0.1, "top_k": 5000}}
+    with pytest.raises(
+        ConfigError, match=r"opd\.selection\.top_k=5000: expected at most \d+, all tokens of the smallest"
+    ):
+        train(RunConfig.from_mapping(settings(trio, tmp_path, control=False, opd=opd)))
+    assert not (tmp_path / "r" / "logs").exists()
 
 
 def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -441,6 +468,54 @@ def test_teachers_see_the_same_whether_they_read_along_or_afterwards(trio, tmp_p
         assert a.teacher is not None
         assert b.teacher is not None
         assert a.teacher.log_probs == pytest.approx(b.teacher.log_probs, abs=1e-5)
+
+
+def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Both sides' lists and cross-scores against the models themselves, for a junior's tokens, too."""
+    import torch
+
+    from slime_tandem.engines.hf import load_model
+    from slime_tandem.local.tasks import TaskSet
+    from slime_tandem.local.team import Team
+    from slime_tandem.types import AlignedScores, TandemSample
+
+    opd = {"selection": {"selector": "tip", "ratio": 0.1, "top_k": 5}}
+    config = RunConfig.from_mapping(settings(trio, tmp_path, opd=opd))
+    models = {role: load_model(getattr(trio, role), "float32") for role in ("senior", "teacher")}
+
+    def full(role: str, prompt: list[int], response: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits = models[role](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits, -1)
+
+    with Team(config, tmp_path / "logs") as team:
+        samples = team.write(TaskSet(config.tasks, 0).train_prompts(0, 2), 0, 2, tandem=True)
+        teacher = team.panel.teachers[0]
+        compared = 0
+        for sample, scores in zip(samples, team.score(samples), strict=True):  # type: ignore[arg-type]
+            assert isinstance(sample, TandemSample)
+            assert isinstance(scores, AlignedScores)
+            lists = scores.lists
+            assert lists is not None
+            text = teacher.aligner.write(sample.response_ids, teacher.encode)
+            partner = teacher.aligner.align(text).teacher_index
+            s_full = full("senior", list(sample.prompt_ids), list(sample.response_ids))
+            t_full = full("teacher", teacher.render(sample.prompt.messages), list(text.ids))
+            assert ((lists.student_ids >= 0).any(1) <= scores.mask).all()
+            for i in (partner >= 0).nonzero()[0]:
+                s, t = s_full[i], t_full[partner[i]]
+                for ids, own, cross, student in (
+                    (lists.student_ids[i], lists.student_log_probs[i], lists.teacher_on_student[i], True),  # type: ignore[index]
+                    (lists.teacher_ids[i], lists.teacher_log_probs[i], lists.student_on_teacher[i], False),  # type: ignore[index]
+                ):
+                    twins = teacher.twins.teacher_of[ids]
+                    a, b = (s[ids], t[twins]) if student else (t[twins], s[ids])
+                    assert own[ids >= 0] == pytest.approx(a[ids >= 0].numpy(), abs=1e-4)
+                    assert cross[ids >= 0] == pytest.approx(b[ids >= 0].numpy(), abs=1e-4)
+                    compared += int((ids >= 0).sum())
+                best = s.topk(5).indices.numpy()
+                assert set(lists.student_ids[i]) - {-1} <= set(best)
+        assert compared > 100
 
 
 @pytest.mark.parametrize("missing", ["everything", "weights"])

@@ -90,6 +90,16 @@ def test_the_distillation_term_has_its_own_mask(trio) -> None:  # type: ignore[n
     assert largest(gradient(trio, cfg, rows_for(p, NONE, [[0.0, 1.0, 0.0], [0.0, 0.0]]))) > 1e-4
 
 
+def test_the_denominator_of_the_distillation_term_is_the_rows(trio) -> None:  # type: ignore[no-untyped-def]
+    """One selected token of five valid ones: its gradient over 5 instead of over 1."""
+    cfg = config("objective.reward_coef=0")
+    rows = rows_for(policy(trio, cfg), NONE, [[0.0, 1.0, 0.0], [0.0, 0.0]])
+    alone = gradient(trio, cfg, rows)
+    shared = gradient(trio, cfg, [replace(row, opd_total=float(row.response_length)) for row in rows])
+    assert largest(alone) > 1e-4
+    assert largest(alone, {name: 5 * g for name, g in shared.items()}) < 1e-6 * max(1.0, largest(alone))
+
+
 def test_prompt_length_of_others_and_micro_batches_change_nothing(trio) -> None:  # type: ignore[no-untyped-def]
     cfg = config()
     rows = rows_for(policy(trio, cfg), [*SENIOR_ONLY, *SENIOR_ONLY], [*SENIOR_ONLY, *SENIOR_ONLY])

@@ -1,6 +1,6 @@
 """Sends a safetensors file to a running SGLang as a trainer would; runs in SGLang's own Python.
 
-`python send_weights.py URL tensor|bucket|distributed FILE VERSION`: from tensors one by one, from one flat bucket (slime's way under
+`python send_weights.py URL tensor|bucket|distributed FILE VERSION`: from tensors one by one, from one flat bucket (slime under
 colocation), or broadcast through a process group (slime's way between nodes; gloo here).
 """
 

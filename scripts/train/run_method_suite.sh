@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs several methods over several seeds and compares them. Everything by environment variable:
+#   METHOD_LIST          entries method:ratio:idx, separated by blanks; the methods are listed in slime_tandem/local/suite.py
+#   SEEDS                e.g. "0 1 2"
+#   NUM_ROLLOUT          rollouts (steps) per run; default: the configuration's
+#   OPD_TOPK_METRICS_K   length of student's and teacher's lists (opd.selection.top_k)
+#   OUTPUT_ROOT          folder of the suite; a half-done suite there is gone on with
+#   CONFIG               base configuration
+#   BACKEND              local, or slime (prints flags; runs as soon as the hooks for slime exist)
+#   DRY_RUN=1            prints what would be run
+# Arguments are settings of all runs, e.g. opd.selection.missing_mass=rest. A tandem suite:
+#   METHOD_LIST="solo_grpo:1.0:10 tandem_word:0.5:20 tandem_word:0.25:21 tandem_sentence:0.5:30" bash scripts/train/run_method_suite.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+METHOD_LIST="${METHOD_LIST:-pure_opd:1.0:10 teachability:0.10:20 entropy:0.10:30 teachability_entropy:0.10:40 tip:0.10:50}"
+OUTPUT_ROOT="${OUTPUT_ROOT:-runs/methods}"
+flags=()
+if [[ -n "${NUM_ROLLOUT:-}" ]]; then flags+=("train.steps=$NUM_ROLLOUT"); fi
+command=("$VENV/bin/slime-tandem" suite "$OUTPUT_ROOT" --methods "$METHOD_LIST" --seeds "${SEEDS:-0 1 2}"
+  --config "${CONFIG:-scripts/train/configs/methods.yaml}" --top-k "${OPD_TOPK_METRICS_K:-16}" --backend "${BACKEND:-local}" --set "${flags[@]}" "$@")
+setup_venv base
+cd "$REPO"
+if [[ "${DRY_RUN:-0}" == 1 && -x "$VENV/bin/slime-tandem" ]]; then
+  "${command[@]}" --dry-run
+else
+  run "${command[@]}"
+  run "$VENV/bin/slime-tandem" report "$OUTPUT_ROOT"
+fi

@@ -1,0 +1,111 @@
+"""From the lists of a rollout's responses to its OPD mask: score, normalise, select. Pure.
+
+The mask says which tokens carry the teacher's signal; the task reward's own mask stays as it is. It is chosen over the whole
+rollout batch, before mini-batches are cut, and depends on (seed, rollout id, tokens) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_tandem.config import SelectionConfig, Selector
+from slime_tandem.distill.selection import COMPARED, SELECTION_METRICS, TokenKeys, overlap, select, selection_metrics
+from slime_tandem.distill.teachability import raw_scores, token_scores
+from slime_tandem.errors import DataError, explain
+from slime_tandem.types import BoolArray, SampleKey, TopLists
+
+OPD_MASK_METRICS = (
+    *SELECTION_METRICS, "valid_tokens", "masked_tokens", "unshared_candidates", *(f"overlap_{name}" for name in COMPARED),
+)  # fmt: skip
+"""Names under `selection/`, always all of them; None: nothing to measure."""
+
+
+@dataclass(frozen=True)
+class OpdMask:
+    """`masks`: per response [R], True where the signal counts; `metrics`: `selection/...`, names in `OPD_MASK_METRICS`."""
+
+    masks: list[BoolArray]
+    metrics: dict[str, float | None]
+
+
+def opd_mask(
+    keys: Sequence[SampleKey],
+    usable: Sequence[BoolArray],
+    lists: Sequence[TopLists | None],
+    settings: SelectionConfig,
+) -> OpdMask:
+    """Choose the tokens of one rollout: `usable` [R] per response may carry the signal, `lists` [R, K] say what they teach.
+
+    A usable token whose lists share no entry with a counterpart on both sides cannot be scored: it is masked and counted
+    (`selection/masked_tokens`). Without usable tokens everything is masked. Raises DataError where lists are missing for a
+    selector that needs them, and for responses of several rollouts.
+    """
+    lengths = [len(u) for u in usable]
+    tokens = TokenKeys(
+        np.repeat(np.array([k.sample_index for k in keys], dtype=np.int64), lengths),
+        np.concatenate([np.arange(n) for n in (*lengths, 0)]),
+    )
+    able = np.concatenate([*usable, np.zeros(0, dtype=np.bool_)])
+    out: dict[str, float | None] = dict.fromkeys(OPD_MASK_METRICS)
+    if settings.mask == "full":
+        return _result(lengths, able, out | selection_metrics(able, able, tokens, None) | _counts(able, 0))
+    if len({(k.seed, k.rollout_id) for k in keys}) > 1:
+        raise DataError(explain("opd_mask", "several rollouts", "the responses of one", "choose per rollout"))
+    if not able.any():
+        return _result(lengths, able, out | _counts(able, 0))
+    scored = _joined(lists, usable, settings)
+    # A list can lose all of its entries to the other vocabulary.
+    known = (scored.student_ids >= 0).any(1) & (scored.teacher_ids >= 0).any(1)
+    valid = able & known
+    raw = raw_scores(scored, settings.missing_mass, settings.compatibility, tokens.sequence, settings.prefix_alpha)
+    reference = settings.rules == "reference"
+    scores = token_scores(
+        raw, valid, settings.normalisation, reverse=settings.divergence == "reverse", reference=reference
+    )
+
+    def choose(selector: Selector) -> BoolArray:
+        return select(
+            scores, tokens, selector, settings.ratio,
+            seed=keys[0].seed, rollout_id=keys[0].rollout_id, budget=settings.budget,
+            min_keep_per_sample=settings.min_keep_per_sample, gamma=settings.gamma, reference=reference,
+        )  # fmt: skip
+
+    chosen = choose(settings.mask)
+    out |= selection_metrics(chosen, valid, tokens, scores) | _counts(valid, int((able & ~known).sum()))
+    entries = np.concatenate([scored.student_ids[able], scored.teacher_ids[able]])
+    out["unshared_candidates"] = float((entries < 0).mean())
+    out |= {f"overlap_{name}": overlap(chosen, choose(name)) for name in COMPARED}
+    return _result(lengths, chosen, out)
+
+
+def _counts(valid: BoolArray, masked: int) -> dict[str, float | None]:
+    return {"valid_tokens": float(valid.sum()), "masked_tokens": float(masked)}
+
+
+def _result(lengths: Sequence[int], chosen: BoolArray, metrics: dict[str, float | None]) -> OpdMask:
+    masks = np.split(chosen, np.cumsum(lengths)[:-1]) if lengths else []
+    return OpdMask(masks, {f"selection/{name}": value for name, value in metrics.items()})
+
+
+def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig) -> TopLists:
+    """The lists of all responses one below the other [N, K]; a response without usable tokens needs none."""
+    cross = settings.missing_mass == "exact"
+    k = settings.top_k
+    parts: list[list[np.ndarray]] = []
+    for mine, able in zip(lists, usable, strict=True):
+        if mine is None:
+            if able.any():
+                expected = f"lists of every response, which selector {settings.selector!r} scores tokens by"
+                raise DataError(explain("AlignedScores.lists", None, expected, "score with Scoring(lists=...)"))
+            ids, values = np.full((len(able), k), -1, dtype=np.int64), np.zeros((len(able), k))
+            mine = TopLists(ids, values, ids, values, *((values, values) if cross else ()))
+        columns = [mine.student_ids, mine.student_log_probs, mine.teacher_ids, mine.teacher_log_probs]
+        if cross:
+            assert mine.teacher_on_student is not None, "exact asks for cross-scores"
+            assert mine.student_on_teacher is not None
+            columns += [mine.teacher_on_student, mine.student_on_teacher]
+        parts.append(columns)
+    return TopLists(*(np.concatenate(column) for column in zip(*parts, strict=True)))

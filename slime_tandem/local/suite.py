@@ -1,0 +1,218 @@
+"""Many methods over many seeds from one base configuration: a suite, which can be stopped and gone on with at any time.
+
+A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `teachability:0.10:20`. For distillation methods
+(any selector or alias of `opd.selection.selector`) the number is the share of tokens that is kept. For tandem methods it is
+`tandem.prob_senior`: `solo_grpo:1.0:10`, `tandem_word:0.5:20`, `tandem_sentence`, `tandem_bernoulli`, `tandem_chunk`,
+`tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
+
+The suite's folder holds `method_mapping.csv` and one run folder per method and seed; `slime-tandem report SUITE` compares them.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, get_args
+
+from slime_tandem.config import RunConfig, SelectorName, Strategy
+from slime_tandem.errors import ConfigError, RunDirError, explain
+from slime_tandem.report.suite import MAPPING, MAPPING_COLUMNS, read_mapping
+from slime_tandem.report.summary import summarise
+from slime_tandem.report.writer import disk_errors, replace_file, require_same_settings
+
+Backend = Literal["local", "slime"]
+_HOOKS = "slime_tandem.slime_hooks"
+_ENTRY = re.compile(r"([a-z0-9_]+):([0-9.]+):([0-9]{1,6})")
+_SELECTORS = tuple(n for part in get_args(SelectorName) for n in (get_args(part) or (part,)))
+_TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in get_args(Strategy)))
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One entry of a method list.
+
+    >>> Method.parse("teachability:0.10:20")
+    Method(name='teachability', number=0.1, idx=20)
+    """
+
+    name: str
+    number: float
+    idx: int
+
+    @classmethod
+    def parse(cls, text: str) -> Method:
+        """Read `name:number:idx`; raises ConfigError for another form or an unknown method."""
+        found = _ENTRY.fullmatch(text)
+        try:
+            number = float(found[2]) if found else 0.0
+        except ValueError:
+            found = None
+        if not found:
+            raise ConfigError(
+                explain(
+                    "METHOD_LIST", text, "entries method:ratio:idx", "e.g. teachability:0.10:20, separated by blanks"
+                )
+            )
+        names = [*_SELECTORS, *_TANDEM]
+        if found[1] not in names:
+            close = difflib.get_close_matches(found[1], names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "choose one of these"
+            raise ConfigError(explain("METHOD_LIST", found[1], f"a method among {', '.join(names)}", hint))
+        return cls(found[1], number, int(found[3]))
+
+    def overrides(self, top_k: int) -> list[str]:
+        """The settings that make the base configuration this method's; `top_k`: length of the lists for selectors.
+
+        >>> Method("tip", 0.1, 30).overrides(16)
+        ['opd.enabled=true', 'opd.selection.selector=tip', 'opd.selection.ratio=0.1', 'opd.selection.top_k=16']
+        >>> Method("tandem_word", 0.25, 5).overrides(16)[2:]
+        ['tandem.enabled=true', 'tandem.selection_strategy=word', 'tandem.prob_senior=0.25']
+        """
+        if self.name not in _TANDEM:
+            out = ["opd.enabled=true", f"opd.selection.selector={self.name}", f"opd.selection.ratio={self.number:g}"]
+            return out if self.name in ("full", "pure_opd") else [*out, f"opd.selection.top_k={top_k}"]
+        out = ["opd.enabled=false", "objective.reward_coef=1.0"]
+        strategy = self.name.removeprefix("tandem_")
+        fixed = {"solo_grpo": 1.0, "chunk": 0.5, "alternating": 0.5}.get(strategy, self.number)
+        if self.number != fixed:
+            entry = f"{self.name}:{self.number:g}:{self.idx}"
+            raise ConfigError(explain("METHOD_LIST", entry, f"the number {fixed:g}, it has no other", "correct it"))
+        if self.name == "solo_grpo":
+            return [*out, "tandem.enabled=false", "eval.tandem=true"]
+        out += ["tandem.enabled=true", f"tandem.selection_strategy={strategy}"]
+        return out if strategy in ("chunk", "alternating") else [*out, f"tandem.prob_senior={self.number:g}"]
+
+
+def parse_methods(text: str) -> list[Method]:
+    """Methods of a list separated by blanks; raises ConfigError for an empty list and an idx that stands twice."""
+    methods = [Method.parse(entry) for entry in text.split()]
+    if not methods:
+        raise ConfigError(explain("METHOD_LIST", text, "at least one method:ratio:idx", "e.g. pure_opd:1.0:10"))
+    for method in methods:
+        if sum(m.idx == method.idx for m in methods) > 1:
+            raise ConfigError(explain("METHOD_LIST", text, "an idx of its own for each method", f"change {method.idx}"))
+    return methods
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds of a list separated by blanks; raises ConfigError for anything but different whole numbers."""
+    seeds = text.split()
+    if not seeds or not all(s.isdecimal() for s in seeds) or len({int(s) for s in seeds}) < len(seeds):
+        raise ConfigError(explain("SEEDS", text, "different whole numbers separated by blanks", "e.g. 0 1 2"))
+    return [int(s) for s in seeds]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What is run: each method with each seed, in `folder`. `overrides` are the user's, of all methods alike."""
+
+    folder: Path
+    methods: Sequence[Method]
+    seeds: Sequence[int]
+    config_file: Path | None
+    overrides: Sequence[str] = ()
+    top_k: int = 16
+
+    def settings(self, method: Method, seed: int) -> list[str]:
+        """All overrides of one run."""
+        name = f"{method.idx:03d}-{method.name}-{method.number:g}-seed{seed}"
+        own = [f"name={name}", f"runs_dir={self.folder}", f"seed={seed}"]
+        return [*self.overrides, *method.overrides(self.top_k), *own]
+
+    def runs(self) -> list[tuple[Method, int, RunConfig]]:
+        """Every run, seed by seed, so that a suite that was stopped compares all methods on the seeds it has."""
+        return [
+            (method, seed, RunConfig.load(self.config_file, self.settings(method, seed)))
+            for seed in self.seeds
+            for method in self.methods
+        ]
+
+
+def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
+    """Run what is not finished yet: finished runs are kept, half ones resumed. `dry_run` prints the commands.
+
+    Raises ConfigError and RunDirError before anything runs, for settings that do not hold or differ from those that a run
+    of the folder was started with.
+    """
+    runs = suite.runs()
+    rows = _merged(suite.folder, runs)
+    for _, _, config in runs:
+        if (config.run_dir / "config.yaml").exists():
+            require_same_settings(config.run_dir / "config.yaml", config)
+    if not dry_run:
+        with disk_errors(suite.folder):
+            suite.folder.mkdir(parents=True, exist_ok=True)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_file(suite.folder / MAPPING, text.getvalue().encode())
+    for number, (method, seed, config) in enumerate(runs, 1):
+        state = _state(config)
+        say(f"[{number}/{len(runs)}] {config.name}: {state}")
+        if dry_run:
+            flags = ["--config", str(suite.config_file)] if suite.config_file else []
+            say(
+                "  " + shlex.join(["slime-tandem", "train", *flags, "--set", *suite.settings(method, seed), "--resume"])
+            )
+        elif state != "finished":
+            from slime_tandem.local.run import train  # torch, Megatron: not for a dry run
+
+            train(config, resume=True)
+
+
+def _state(config: RunConfig) -> Literal["new", "half", "finished"]:
+    if not (config.run_dir / "config.yaml").exists():
+        return "new"
+    summary = summarise(config.run_dir)
+    return "finished" if summary["complete"] and summary["run"]["steps"] >= config.train.steps else "half"
+
+
+def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list[dict[str, str]]:
+    """The mapping's rows, old and new; raises RunDirError where an idx means another method than it did."""
+    old = read_mapping(folder) if (folder / MAPPING).exists() else []
+    rows = {row["run"]: row for row in old}
+    for method, seed, config in runs:
+        number = f"{method.number:g}"
+        for row in old:
+            if int(row["idx"]) == method.idx and (row["method"], row["ratio"]) != (method.name, number):
+                was = f"{row['method']}:{row['ratio']}:{row['idx']}"
+                raise RunDirError(
+                    explain(
+                        "METHOD_LIST", f"{method.name}:{number}:{method.idx}", f"{was}, as in {folder}", "use a new idx"
+                    )
+                )
+        mask = method.name if method.name in _TANDEM else config.opd.selection.mask
+        values = (str(method.idx), method.name, mask, number, str(seed), config.name)
+        rows[config.name] = dict(zip(MAPPING_COLUMNS, values, strict=True))
+    return sorted(rows.values(), key=lambda row: (int(row["idx"]), int(row["seed"])))
+
+
+def slime_suite(suite: Suite, *, dry_run: bool, say: Callable[[str], None] = print) -> None:
+    """The same methods as flags of slime's `train.py`: printed for a dry run.
+
+    Raises ConfigError otherwise, as long as the hooks that these flags need are not part of this package.
+    """
+    for method, seed, config in suite.runs():
+        flags = ["--advantage-estimator", "grpo", "--seed", str(seed), "--num-rollout", str(config.train.steps)]
+        flags += ["--n-samples-per-prompt", str(config.train.samples_per_prompt)]
+        flags += ["--rollout-batch-size", str(config.train.prompts_per_step)]
+        if config.opd.enabled:  # the trainer's own log-probs, without slime's own distillation on top (coefficient 0)
+            flags += ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "0"]
+        say(f"{config.name}: {shlex.join(flags)}")
+        say(f"  slime_tandem settings: {shlex.join(suite.settings(method, seed))}")
+    if find_spec(_HOOKS) is None:
+        if not dry_run:
+            raise ConfigError(
+                explain("BACKEND", "slime", f"local: the hooks for slime ({_HOOKS}) are not there yet", "BACKEND=local")
+            )
+        say("the hooks that carry these settings into slime are not there yet; with them missing, only DRY_RUN=1 works")
+    elif not dry_run:
+        raise ConfigError(explain("BACKEND", "slime", "DRY_RUN=1", "start slime's train.py with the printed flags"))

@@ -1,0 +1,176 @@
+"""Suites: what a method list means, what is resumed, what is refused before anything runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from slime_tandem import cli
+from slime_tandem.config import RunConfig, Selector, Strategy
+from slime_tandem.errors import ConfigError, RunDirError
+from slime_tandem.local import run as run_module
+from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite, slime_suite
+from slime_tandem.report.metrics import row_keys
+from slime_tandem.report.suite import read_mapping
+from slime_tandem.report.writer import RunWriter
+
+REPO = Path(__file__).parents[2]
+METHODS = "pure_opd:1.0:10 teachability:0.10:20 tip:0.10:30"
+
+
+def suite(folder: Path, methods: str = METHODS, seeds: str = "0 1", *overrides: str) -> Suite:
+    return Suite(folder, parse_methods(methods), parse_seeds(seeds), None, ("objective.reward_coef=0", *overrides))
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of runs that were started; each leaves a finished run without a step."""
+    names: list[str] = []
+
+    def train(config: RunConfig, *, resume: bool) -> None:
+        assert resume
+        names.append(config.name)
+        with RunWriter(config.run_dir, resume_step=None if not config.run_dir.exists() else 0) as writer:
+            writer.write_config(config)
+            writer.write_eval(0, "before", dict.fromkeys(row_keys("eval")))
+            if len(names) == 4:
+                raise KeyboardInterrupt
+            writer.write_eval(0, "after", dict.fromkeys(row_keys("eval")))
+
+    monkeypatch.setattr(run_module, "train", train)
+    return names
+
+
+def test_a_half_done_suite_goes_on_where_it_stopped(tmp_path: Path, trained: list[str]) -> None:
+    folder = tmp_path / "suite"
+    steps = "train.steps=0"
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(suite(folder, METHODS, "0 1", steps), say=lambda line: None)
+    first = ["010-pure_opd-1-seed0", "020-teachability-0.1-seed0", "030-tip-0.1-seed0", "010-pure_opd-1-seed1"]
+    assert trained == first, "seed by seed, so that what there is can be compared"
+    said: list[str] = []
+    run_suite(suite(folder, METHODS, "0 1", steps), say=said.append)
+    assert trained[4:] == ["010-pure_opd-1-seed1", "020-teachability-0.1-seed1", "030-tip-0.1-seed1"]
+    assert [line.rsplit(": ")[1] for line in said] == ["finished", "finished", "finished", "half", "new", "new"]
+    rows = read_mapping(folder)
+    assert [(r["idx"], r["method"], r["mask"], r["ratio"], r["seed"]) for r in rows][:3] == [
+        ("10", "pure_opd", "full", "1", "0"),
+        ("10", "pure_opd", "full", "1", "1"),
+        ("20", "teachability", "dlearn_high", "0.1", "0"),
+    ]
+    run_suite(suite(folder, "random:0.1:40", "0", steps), say=lambda line: None)
+    assert len(read_mapping(folder)) == 7, "a method more, the others stay"
+    with pytest.raises(RunDirError, match=r"entropy:0.1:40'?: expected random:0.1:40, as in"):
+        run_suite(suite(folder, "entropy:0.1:40", "0", steps))
+    with pytest.raises(RunDirError, match=r"optimizer\.lr=0\.5: expected 0\.001, as in"):
+        run_suite(suite(folder, METHODS, "0", steps, "optimizer.lr=0.5"))
+    assert len(trained) == 8
+
+
+def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
+    names = [n for n in get_args(Selector) if n != "full"]
+    entries = [f"{n}:0.1:{i}" for i, n in enumerate(names)] + ["full:1:100", "solo_grpo:1:101"]
+    entries += [f"tandem_{s}:0.5:{200 + i}" for i, s in enumerate(get_args(Strategy))]
+    configs = {m.name: c for m, _, c in suite(tmp_path, " ".join(entries), "7").runs()}
+    assert configs["q3_lowc"].opd.selection.mask == "q3_lowc"
+    assert (configs["entropy"].seed, configs["entropy"].objective.reward_coef) == (7, 0.0)
+    solo = configs["solo_grpo"]
+    assert (solo.tandem.enabled, solo.eval.tandem, solo.opd.enabled, solo.objective.reward_coef) == (
+        False,
+        True,
+        False,
+        1.0,
+    )
+    assert configs["tandem_sentence"].tandem.selection_strategy == "sentence"
+    assert configs["tandem_chunk"].tandem.enabled
+    sweep = suite(tmp_path, "tandem_word:0.25:1 tandem_word:0.75:2", "0").runs()
+    assert [c.tandem.prob_senior for _, _, c in sweep] == [0.25, 0.75]
+    assert len({c.name for _, _, c in sweep}) == 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "told"),
+    [
+        ("", "at least one method:ratio:idx"),
+        ("tip", "METHOD_LIST='tip': expected entries method:ratio:idx"),
+        ("tip:0.1.2:3", "entries method:ratio:idx"),
+        ("tip:nan:3", "entries method:ratio:idx"),
+        ("teachabilty:0.1:3", "did you mean 'teachability'?"),
+        ("tip:0.1:3 random:0.1:3", "an idx of its own for each method"),
+        ("tip:0:3", "opd.selection.ratio=0"),
+        ("tip:1.5:3", "opd.selection.ratio=1.5"),
+        ("pure_opd:0.1:3", "opd.selection.ratio=0.1: expected 1.0"),
+        ("solo_grpo:0.5:3", "solo_grpo:0.5:3': expected the number 1"),
+        ("tandem_chunk:0.3:3", "tandem_chunk:0.3:3': expected the number 0.5"),
+        ("tandem_word:2:3", "tandem.prob_senior=2"),
+    ],
+)
+def test_bad_method_lists_are_refused_before_anything_runs(tmp_path: Path, methods: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_suite(suite(tmp_path / "s", methods, "0"))
+    assert told in str(caught.value)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("seeds", ["", "a", "1 1", "-1", "0.5"])
+def test_bad_seeds(seeds: str) -> None:
+    with pytest.raises(ConfigError, match="SEEDS="):
+        parse_seeds(seeds)
+
+
+def test_a_dry_run_prints_commands_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "s"
+    argv = [
+        "suite",
+        str(folder),
+        "--methods",
+        "tip:0.1:3",
+        "--seeds",
+        "5",
+        "--set",
+        "objective.reward_coef=0",
+        "--dry-run",
+    ]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "slime-tandem train --set objective.reward_coef=0 opd.enabled=true opd.selection.selector=tip" in out
+    assert "seed=5 --resume" in out
+    assert not folder.exists()
+
+
+def test_slime_is_told_its_flags_and_refused_until_it_can_be(tmp_path: Path) -> None:
+    said: list[str] = []
+    slime_suite(suite(tmp_path / "s", "tip:0.1:3", "0"), dry_run=True, say=said.append)
+    assert "--advantage-estimator grpo --seed 0 --num-rollout 20" in said[0]
+    assert "--use-opd --opd-type sglang --opd-kl-coef 0" in said[0]
+    assert "opd.selection.selector=tip" in said[1]
+    with pytest.raises(ConfigError, match=r"BACKEND='slime': expected local: the hooks for slime .* are not there yet"):
+        slime_suite(suite(tmp_path / "s", "tip:0.1:3", "0"), dry_run=False, say=said.append)
+
+
+def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("python", "slime-tandem"):
+        (venv / "bin" / name).write_text('#!/bin/sh\necho "called $*"\n')
+        (venv / "bin" / name).chmod(0o755)
+    variables = {
+        "METHOD_LIST": "tip:0.10:30 random:0.10:40", "SEEDS": "3 4", "NUM_ROLLOUT": "5", "OPD_TOPK_METRICS_K": "8",
+        "DRY_RUN": "1", "VENV": str(venv), "OUTPUT_ROOT": str(tmp_path / "out"),
+    }  # fmt: skip
+    script = REPO / "scripts/train/run_method_suite.sh"
+    done = subprocess.run(
+        ["bash", script, "opd.selection.missing_mass=rest"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    called = next(line for line in done.stdout.splitlines() if line.startswith("called suite"))
+    for part in ("--methods tip:0.10:30 random:0.10:40 --seeds 3 4", "--top-k 8", "--backend local", "--dry-run"):
+        assert part in called
+    assert "--set train.steps=5 opd.selection.missing_mass=rest" in called
