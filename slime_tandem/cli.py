@@ -479,16 +479,20 @@ def _flush() -> None:
         raise RunDirError(explain_os_error("output", error)) from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags."""
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Entry point of `slime-tandem`; returns the exit code (module docstring). Raises SystemExit for --help and bad flags.
+
+    Another `parser` with a default `action(args) -> exit code` makes another command of it (tools/).
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the table's lines are no reason to fail on an ASCII terminal
-    command = "slime-tandem"
+    parser = parser or build_parser()
+    command = parser.prog
     try:
         try:
-            args = build_parser().parse_args(argv)
-            command = f"slime-tandem {args.command}"
+            args = parser.parse_args(argv)
+            command = " ".join((parser.prog, *([args.command] if "command" in args else [])))
             with terminate_as_interrupt():
                 code: int = args.action(args)
         finally:

@@ -80,14 +80,14 @@ def bootstrap(ratios: Mapping[str, Ratio], *, resamples: int, seed: int) -> dict
         numerator = np.ascontiguousarray(r.numerator, np.float64)
         denominator = np.ones_like(numerator) if r.denominator is None else r.denominator
         columns += [numerator, np.ascontiguousarray(denominator, np.float64)]
-    means = _resampled_means(columns, resamples, seed)
-    return {name: _estimate(means[:, 2 * i], means[:, 2 * i + 1], r.zero) for i, (name, r) in enumerate(ratios.items())}
+    means = resampled_means(columns, resamples, seed)
+    return {name: interval(means[:, 2 * i], means[:, 2 * i + 1], r.zero) for i, (name, r) in enumerate(ratios.items())}
 
 
-def _resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -> FloatArray:
-    """Means [1 + B, M] of M columns [N] each: of the data itself, then of each resample."""
+def resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -> FloatArray:
+    """Means [1 + B, M] of M columns [N] each, over what was sampled: of the data itself, then of each resample."""
     N = len(columns[0])
-    assert N > 0, "no prompts"
+    assert N > 0, "nothing to resample"
     parts = [np.array([[c.mean() for c in columns]])]
     rng = np.random.default_rng(seed)
     block = max(1, _COUNTS_AT_ONCE // N)
@@ -104,8 +104,8 @@ def _resampled_means(columns: Sequence[FloatArray], resamples: int, seed: int) -
     return means
 
 
-def _estimate(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estimate:
-    """From the means [1 + B] of both; the first entry is the data."""
+def interval(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estimate:
+    """Percentile interval of a ratio from both means [1 + B], the first entry being the data; `zero` as in `Ratio`."""
     defined = denominator != 0.0
     if not defined[0]:
         return Estimate(None, None, None, zero)
