@@ -31,6 +31,7 @@ from slime_tandem.types import FloatArray
 
 VERSION = 1
 _META = b"slime_tandem"
+_STRETCH = 1 << 16
 _ROWS = 1024
 """Rows of a row group: what is read at once."""
 
@@ -108,6 +109,23 @@ def vocabulary_of(tokens: TokenBytes) -> str:
     """
     facts = [str(tokens.fingerprint), sorted(tokens.special), sorted(tokens.eos_ids)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def weights_fingerprint(folder: Path) -> str | None:
+    """Sixteen hex digits that name a folder's weights, None without any: of each safetensors file size and three stretches.
+
+    Training changes every weight, so stretches of 64 KiB tell checkpoints apart without reading all of them.
+    """
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as data:
+            for start in (0, size // 2, max(0, size - _STRETCH)):
+                data.seek(start)
+                digest.update(data.read(_STRETCH))
+    return digest.hexdigest()[:16] if files else None
 
 
 def bank_id(table: pa.Table) -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig
-from slime_tandem.diagnostics.bank import BANK, QUADRANTS, VERSION, bank_id, vocabulary_of, writing
+from slime_tandem.diagnostics.bank import BANK, QUADRANTS, VERSION, bank_id, vocabulary_of, weights_fingerprint, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.distill.candidates import exact_log_probs
@@ -101,23 +101,19 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
         rule = _rule(team, teacher, plan)
         named = _responses(team, tasks, plan, say)
         say(f"scoring {len(named)} responses with student and teacher, lists of {plan.top_k}, missing mass: {rule}")
+        student, of_teacher = (_facts(team, role) for role in ("senior", *team.teacher_specs))
         scored, failed = with_revival(team, lambda: team.runner.run(_score_all(team, teacher, named, plan.top_k, rule)))
     counts = {name: sum(a.unaligned[name] for _, a in scored) for name in UNALIGNED_REASONS}
     table, population = _rows([s for s, _ in scored], rule, plan)
-    with_vocabulary = {
-        role: {"model": str(team.folders[role]), "vocabulary": vocabulary_of(team.tokenizers[role].tokens)}
-        for role in ("senior", "teacher")
-    }
-    same = with_vocabulary["senior"]["vocabulary"] == with_vocabulary["teacher"]["vocabulary"]
     meta: dict[str, Any] = {
         "banks": [bank_id(table)],
         "k": plan.top_k,
         "missing_mass": rule,
         "compatibility": plan.compatibility,
         "normalisation": plan.normalisation,
-        "comparison": "tokens" if same else "next_byte",
-        "student": with_vocabulary["senior"],
-        "teacher": with_vocabulary["teacher"],
+        "comparison": "tokens" if student["vocabulary"] == of_teacher["vocabulary"] else "next_byte",
+        "student": student,
+        "teacher": of_teacher,
         "slime_tandem": __version__,
         "sampling": plan.sampling,
         "seed": plan.seed,
@@ -132,6 +128,13 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
     with writing(output, BANK, meta) as sink:  # last: whoever finds the bank finds all of it
         sink.write(table)
     return report
+
+
+def _facts(team: Team, role: str) -> dict[str, str | None]:
+    """What the bank says of a model; the weights of a server that is not ours are unknown."""
+    folder = team.folders[role]
+    weights = weights_fingerprint(folder) if role in team.servers else None
+    return {"model": str(folder), "vocabulary": vocabulary_of(team.tokenizers[role].tokens), "weights": weights}
 
 
 def _for_bank(config: RunConfig) -> RunConfig:

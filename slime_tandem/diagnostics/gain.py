@@ -39,6 +39,10 @@ _SCALARS = [
 _EPSILON = 1e-12
 """The reference's, in the denominator of the relative gain."""
 _POINTS = 2000
+_NESTED = (
+    "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: whether a column "
+    "matters is told by its coefficient."
+)
 _TERMS = ("H", "D", "H*D", "position", "Ht")
 MODELS: Mapping[str, tuple[str, ...]] = {
     "base": _TERMS,
@@ -179,6 +183,11 @@ def load_contexts(
         "compatibility": meta["compatibility"],
         "k": meta["k"],
         "models": {label: models[label] for label in (before, after)},
+        "notes": [
+            f"The {role} of the bank, whose scores these are, has other weights than that of label {before}."
+            for role in ("student", "teacher")
+            if meta[role]["weights"] not in (None, models[before][role]["weights"])
+        ],
     }
     return contexts, table, setup
 
@@ -343,7 +352,7 @@ def thirds(c: Contexts, inside: BoolArray) -> tuple[BoolArray, BoolArray]:
 def analyze(c: Contexts, setup: Metadata, *, resamples: int, seed: int, floor: float, caliper: float) -> Report:
     """The report of `tools/analyze_fixed_context_gain.py`: both kinds of gain, quadrants, regressions, thirds, matching."""
     rows: list[Row] = []
-    notes: list[str] = []
+    notes = [*setup["notes"], _NESTED]
     references: dict[str, float] = {}
     everywhere = np.ones(len(c), np.bool_)
     boot = Resampler(c.sequence, resamples, seed)
@@ -373,8 +382,8 @@ def analyze(c: Contexts, setup: Metadata, *, resamples: int, seed: int, floor: f
     )
     title = f"Gain at fixed contexts, {setup['before']} to {setup['after']}"
     facts = {**setup, "resamples": resamples, "seed": seed, "floor": floor, "caliper": caliper}
-    undrawn = frozenset(s for s in {r.section for r in rows} if s.endswith(("balance", "p-values")))
-    return Report(title, facts, rows, notes, references, undrawn, [scatter])
+    details = frozenset(s for s in {r.section for r in rows} if s.endswith(("balance", "p-values")))
+    return Report(title, facts, rows, notes, references, details=details, scatters=[scatter])
 
 
 def _subset(c: Contexts, chosen: BoolArray) -> Contexts:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.evaluation.statistics import Estimate
-from slime_tandem.report.dots import Dot, Panel, Scatter, document, number, whiskers
+from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
 
 _COLUMNS = ("section", "name", "value", "low", "high", "unit", "n", "reason")
 
@@ -62,7 +62,7 @@ def plain(value: float | None, reason: str | None = None) -> Estimate:
 @dataclass(frozen=True)
 class Report:
     """The result of a tool: `setup` says of what and how, `notes` what the reader must know; sections in `references` have a
-    dashed line, sections in `undrawn` (of several units, say) have no panel."""
+    dashed line, sections in `undrawn` (of several units, say) no panel, and those in `details` are in the files alone."""
 
     title: str
     setup: Mapping[str, Any]
@@ -70,6 +70,7 @@ class Report:
     notes: Sequence[str] = ()
     references: Mapping[str, float] = field(default_factory=dict)
     undrawn: frozenset[str] = frozenset()
+    details: frozenset[str] = frozenset()
     scatters: Sequence[Scatter] = ()
 
     @property
@@ -98,7 +99,7 @@ class Report:
         panels = [
             Panel(s, [Dot(r.name, r.estimate, r.unit) for r in self.rows if r.section == s], self.references.get(s))
             for s in self.sections
-            if s not in self.undrawn
+            if s not in self.undrawn | self.details
         ]
         conditions = ", ".join(f"{k}: {v}" for k, v in self.setup.items() if isinstance(v, (str, int, float)))
         return document(self.title, [*self.scatters, *panels], self.notes, conditions)
@@ -111,16 +112,24 @@ class Report:
         out.add_column("", overflow="fold")
         for name in ("value", "95% interval", "unit", "n"):
             out.add_column(name, justify="left" if name == "unit" else "right", overflow="fold")
-        for section in self.sections:
+        for section in (s for s in self.sections if s not in self.details):
             out.add_row(Text(section, style="bold"))
             for r in (r for r in self.rows if r.section == section):
                 e = r.estimate
-                ends = "" if e.low is None and e.high is None and e.reason is None else whiskers(e)
+                ends = (
+                    f"{_short(e.low)} to {_short(e.high)}"
+                    if e.low is not None and e.high is not None
+                    else e.reason or ""
+                )
                 out.add_row(
-                    Text(f"  {r.name}"), number(e.value), Text(ends), Text(r.unit), "" if r.n is None else str(r.n)
+                    Text(f"  {r.name}"), _short(e.value), Text(ends), Text(r.unit), "" if r.n is None else str(r.n)
                 )
             out.add_section()
         return out
+
+
+def _short(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4g}"
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ What is compared (the bank says which):
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import pyarrow as pa
 import torch
 from filelock import FileLock, Timeout
 
-from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Metadata, vocabulary_of, writing
+from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Metadata, vocabulary_of, weights_fingerprint, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, whole_file, write_report
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.hf import load_model
@@ -35,7 +34,6 @@ Comparison = Literal["tokens", "next_byte"]
 PART = 32
 """Responses per part file."""
 _END, _OTHER = 256, 257
-_STRETCH = 1 << 16
 _CONTEXT = ["sample", "position", "token"]
 _SIDES = {
     "student": ("prompt_ids", "response_ids", "position"),
@@ -47,7 +45,8 @@ _BATCH_TOKENS = 16384
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """Which bank with which models, under which `label`; `logit_mib` bounds the logits of one model held at once, in MiB."""
+    """Which bank with which models, under which `label`; `logit_mib` bounds the
+    log-probs of one model held at once, in MiB."""
 
     bank: Path
     output: Path
@@ -56,7 +55,7 @@ class EvaluationJob:
     teacher: Path
     dtype: str = "float32"
     device: str = "cpu"
-    logit_mib: int = 256
+    logit_mib: float = 256.0
     trust_remote_code: bool = False
 
 
@@ -182,22 +181,6 @@ def evaluate_bank(job: EvaluationJob, say: Callable[[str], None]) -> Report:
     return report
 
 
-def weights_fingerprint(folder: Path) -> str:
-    """Sixteen hex digits that name a folder's weights: of each safetensors file the size and three stretches of 64 KiB.
-
-    Training changes every weight, so stretches tell checkpoints apart without reading all of them.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as data:
-            for start in (0, size // 2, max(0, size - _STRETCH)):
-                data.seek(start)
-                digest.update(data.read(_STRETCH))
-    return digest.hexdigest()[:16]
-
-
 def _check_models(job: EvaluationJob, meta: Metadata) -> Comparison:
     for role, folder in (("student", job.student), ("teacher", job.teacher)):
         tokens = ModelTokenizer.load(folder, trust_remote_code=job.trust_remote_code).tokens
@@ -295,7 +278,7 @@ def _parts_of(bank: Bank) -> Iterator[list[dict[str, Any]]]:
 def _score(rows: Sequence[dict[str, Any]], readers: dict[str, Reader], job: EvaluationJob) -> pa.Table:
     columns: dict[str, list[Any]] = {name: [] for name in EVALUATION.schema.names}
     width = max(r.size for r in readers.values())
-    limit = max(1, job.logit_mib * 2**20 // (8 * width))  # positions whose float64 log-probs are held at once
+    limit = max(1, int(job.logit_mib * 2**20 / (8 * width)))  # positions whose float64 log-probs are held at once
     for batch in _batches(rows, limit):
         dists = {side: _distributions(batch, side, reader) for side, reader in readers.items()}
         for i, group in enumerate(batch):

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from slime_tandem.diagnostics.bank import BANK, Bank, top_lists
+from slime_tandem.diagnostics.bank import BANK, Bank, Metadata, top_lists
 from slime_tandem.diagnostics.gain import Resampler, gains, load_contexts, r_squared_gains, thirds
 from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.diagnostics.topn import bank_scores
@@ -90,7 +90,8 @@ def check_support(
     with Bank(bank, BANK) as file:
         meta = file.metadata
         table = file.read()
-    contexts, setup = None, {"bank": bank.name, "contexts": len(table)}
+    contexts = None
+    setup: Metadata = {"bank": bank.name, "contexts": len(table), "notes": []}
     if evaluations:
         contexts, table, setup = load_contexts(bank, evaluations, before, after)
     lists, scores = top_lists(table, meta["k"]), bank_scores(table)
@@ -138,7 +139,7 @@ def check_support(
             findings.append(Row(more, name, r_squared_gains(c, y, boot)["R² C - base"], "fraction", len(c)))
         rows += findings
     facts = {**setup, "ratio": ratio, "resamples": resamples, "seed": seed}
-    return Report("Definitions of the student's support", facts, rows, notes, references)
+    return Report("Definitions of the student's support", facts, rows, [*setup["notes"], *notes], references)
 
 
 def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:

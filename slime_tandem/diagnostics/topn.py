@@ -85,6 +85,7 @@ def top_n(
         f"The {n} best contexts of each selector",
         facts,
         [r for part in rows for r in part],
+        setup["notes"],
         references={sections[1]: 0.0, sections[2]: 0.0},
-        undrawn=frozenset({"balance"}),
+        details=frozenset({"balance"}),
     )
