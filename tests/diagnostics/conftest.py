@@ -53,7 +53,9 @@ def write_bank(path: Path, columns: dict[str, list[Any]] | None = None, **facts:
     return path
 
 
-def write_evaluation(path: Path, label: str, columns: dict[str, list[Any]], kl: Any, banks: list[str], **facts: Any) -> Path:
+def write_evaluation(
+    path: Path, label: str, columns: dict[str, list[Any]], kl: Any, banks: list[str], **facts: Any
+) -> Path:
     n = len(columns["sample"])
     names = ("reverse_kl", "student_entropy", "teacher_entropy", "log_prob", "teacher_log_prob")
     values = {"label": [label] * n, "sample": columns["sample"], "position": columns["position"], "kl": kl}

@@ -147,7 +147,10 @@ def test_order_and_names_of_rows_do_not_matter(seed: int) -> None:
     rename = np.random.default_rng(seed + 1).permutation(8)
     fields = {n: getattr(c, n)[order] for n in Contexts.__dataclass_fields__}
     other = Contexts(**fields)
-    a, b = regress(c, y, MODELS["parts"]), regress(replace(other, sequence=rename[other.sequence]), y[order], MODELS["parts"])
+    a, b = (
+        regress(c, y, MODELS["parts"]),
+        regress(replace(other, sequence=rename[other.sequence]), y[order], MODELS["parts"]),
+    )
     assert isinstance(a, Fit)
     assert isinstance(b, Fit)
     for name, e in a.coefficients.items():
@@ -225,7 +228,9 @@ def test_files_are_joined_by_name_and_reported_whole(tmp_path: Path) -> None:
     assert means["mass@1"] == means["top_p@0.5"] == pytest.approx(np.exp(-1))
     assert means["overlap"] == 0.5
     assert support.notes == ["top_p@0.99: the student's list of 2 ends before it holds 0.99 at 90 of 90 contexts."]
-    assert {r.section for r in check_support(bank, [], "before", "after", **options).rows} < {r.section for r in support.rows}
+    assert {r.section for r in check_support(bank, [], "before", "after", **options).rows} < {
+        r.section for r in support.rows
+    }
     with pytest.raises(ConfigError, match="--k=3: expected 1 to 2"):
         check_support(bank, [], "a", "b", **{**options, "ks": [3]})
     with pytest.raises(ConfigError, match=r"--p=1\.0"):
@@ -252,6 +257,8 @@ def test_evaluations_that_do_not_belong_together_are_refused(tmp_path: Path) -> 
     foreign = write_evaluation(tmp_path / "foreign.parquet", "after", rows(30, 3), np.ones(90), banks, models=strange)
     with pytest.raises(DataError, match="teacher=.*the same weights"):
         load_contexts(bank, [one, foreign], "before", "after")
-    bytewise = write_evaluation(tmp_path / "b.parquet", "after", rows(30, 3), np.ones(90), banks, comparison="next_byte")
+    bytewise = write_evaluation(
+        tmp_path / "b.parquet", "after", rows(30, 3), np.ones(90), banks, comparison="next_byte"
+    )
     with pytest.raises(DataError, match="comparison='next_byte'"):
         load_contexts(bank, [one, bytewise], "before", "after")

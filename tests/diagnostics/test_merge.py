@@ -46,7 +46,9 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         (write_bank(tmp_path / "3.parquet", rows(1, first=9), k=3), "k=3: expected 2, as in"),
         (write_bank(tmp_path / "4.parquet", rows(1, first=9), missing_mass="rest"), "missing_mass='rest'"),
         (
-            write_bank(tmp_path / "5.parquet", rows(1, first=9), teacher={"model": "x", "vocabulary": "y", "weights": None}),
+            write_bank(
+                tmp_path / "5.parquet", rows(1, first=9), teacher={"model": "x", "vocabulary": "y", "weights": None}
+            ),
             "vocabulary of the teacher",
         ),
         (write_evaluation(tmp_path / "6.parquet", "a", rows(1), np.ones(2), []), "kind fixed-context-bank"),
@@ -55,7 +57,9 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             merge([one, bad], tmp_path / "out.parquet")
     a = write_evaluation(tmp_path / "7.parquet", "a", rows(1), np.ones(2), ["x"])
-    b = write_evaluation(tmp_path / "8.parquet", "a", rows(1, first=1), np.ones(2), ["x"], models={"a": {"student": {}}})
+    b = write_evaluation(
+        tmp_path / "8.parquet", "a", rows(1, first=1), np.ones(2), ["x"], models={"a": {"student": {}}}
+    )
     with pytest.raises(DataError, match="label a"):
         merge([a, b], tmp_path / "out.parquet")
     assert not [p for p in tmp_path.iterdir() if "out" in p.name]
