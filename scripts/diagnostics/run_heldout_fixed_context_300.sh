@@ -26,7 +26,9 @@ settings+=("runs_dir=$OUT" "name=servers")
 [[ -z "${PROMPT_DATA:-}" ]] || settings+=("tasks=[{family: jsonl, path: \"$PROMPT_DATA\"}]")
 read -r -a more <<< "${SETTINGS:-}"
 bank="$OUT/bank.parquet"
-if [[ ! -f "$bank" ]]; then
+if [[ -f "$bank" ]]; then
+  echo "going on with $bank; delete it to make another" >&2
+else
   export=("${python[@]}" tools/export_fixed_context_bank.py --config "${CONFIG:-scripts/train/configs/quickstart.yaml}")
   export+=(--set "${settings[@]}" "${more[@]}" --sequences "${SEQUENCES:-300}" --positions "${POSITIONS:-16}")
   export+=(--sampling "${SAMPLING:-quadrant}" --top-k "${TOP_K:-16}" --seed "${SEED:-0}" --output "$bank")

@@ -25,7 +25,7 @@ import pyarrow as pa
 from scipy.spatial import cKDTree
 from statsmodels.regression.linear_model import WLS
 
-from slime_tandem.diagnostics.bank import BANK, EVALUATION, QUADRANTS, Bank, Metadata
+from slime_tandem.diagnostics.bank import BANK, EVALUATION, QUADRANTS, Bank, Metadata, lengths_of
 from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.errors import DataError, explain
 from slime_tandem.evaluation.statistics import Estimate, interval, resampled_means
@@ -160,7 +160,7 @@ def load_contexts(
                     f"the first is {first}",
                 )
             )
-    length = np.array([len(ids) for ids in table.column("response_ids").to_pylist()])
+    length = lengths_of(table, "response_ids")
     clipped = {name: np.clip(scalars[f"{name}_line"].to_numpy(), 0.0, 1.0) for name in ("H", "D", "C")}
     contexts = Contexts(
         **clipped,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, bank_id, writing
 from slime_tandem.diagnostics.export import BankPlan, export_bank
+from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.local.tokenizer import ModelTokenizer
 
 MODEL = {"model": "m", "vocabulary": "v", "weights": "w"}
@@ -68,10 +71,23 @@ def write_evaluation(
 
 def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
     models = [f"models.{role}={getattr(trio, role)}" for role in ("senior", "junior")]
-    return RunConfig.load(
-        None,
-        [*models, f"models.teacher={teacher}", f"runs_dir={folder}", "sampling.max_new_tokens=10", "engine.cache_tokens=4096", *more],
-    )  # fmt: skip
+    sizes = ["sampling.max_new_tokens=10", "engine.cache_tokens=4096"]
+    return RunConfig.load(None, [*models, f"models.teacher={teacher}", f"runs_dir={folder}", *sizes, *more])
+
+
+@pytest.fixture(scope="session")
+def served(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Settings that name running servers of senior and teacher; starting some for each test takes long."""
+    logs = tmp_path_factory.mktemp("served")
+    roles = ("senior", "teacher")
+    servers = [ServerProcess(getattr(trio, r), log_file=logs / r, cache_tokens=4096) for r in roles]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.launch()
+        for server in servers:
+            server.wait_ready()
+        yield [f"engine.{r}_url={server.url}" for r, server in zip(roles, servers, strict=True)]
 
 
 PLAN = BankPlan(sequences=6, per_sequence=5, sampling="uniform", top_k=4)
@@ -79,14 +95,14 @@ PLAN = BankPlan(sequences=6, per_sequence=5, sampling="uniform", top_k=4)
 
 @pytest.fixture(scope="session")
 def same_bank(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six responses of the senior with the junior as teacher: one vocabulary."""
+    """Six responses of the senior with the junior as teacher: one vocabulary, servers of its own."""
     folder = tmp_path_factory.mktemp("same")
     export_bank(settings(trio, trio.junior, folder), PLAN, folder / "bank.parquet", lambda _: None)
     return folder / "bank.parquet"
 
 
 @pytest.fixture(scope="session")
-def cross_bank(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cross_bank(trio: Any, served: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Given responses, and a teacher of another vocabulary."""
     folder = tmp_path_factory.mktemp("cross")
     texts = ["the answer is 46 and why", "ones carry tens, say <answer>3</answer>", "State the problem: 12 + 34 ="]
@@ -94,5 +110,5 @@ def cross_bank(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"id": f"t{i}", "prompt": f"{i} + 1 =", "response_ids": student.encode(t)} for i, t in enumerate(texts)]
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     plan = BankPlan(per_sequence=20, sampling="quadrant", top_k=4, responses=folder / "in.jsonl")
-    export_bank(settings(trio, trio.teacher, folder), plan, folder / "bank.parquet", lambda _: None)
+    export_bank(settings(trio, trio.teacher, folder, *served), plan, folder / "bank.parquet", lambda _: None)
     return folder / "bank.parquet"

@@ -102,12 +102,20 @@ def test_duplicates_are_found_across_row_groups(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = write_bank(tmp_path / "a.parquet")
     before = path.read_bytes()
-    with pytest.raises(RuntimeError), writing(path, BANK, {"banks": [], **FACTS}) as sink:
-        sink.write(pa.table(rows(1), schema=BANK.schema))
-        raise RuntimeError
-    with pytest.raises(RuntimeError), whole_file(tmp_path / "b") as unfinished:
-        unfinished.write_text("half")
-        raise RuntimeError
+
+    def half_a_bank() -> None:
+        with writing(path, BANK, {"banks": [], **FACTS}) as sink:
+            sink.write(pa.table(rows(1), schema=BANK.schema))
+            raise RuntimeError
+
+    def half_a_text() -> None:
+        with whole_file(tmp_path / "b") as unfinished:
+            unfinished.write_text("half")
+            raise RuntimeError
+
+    for fails in (half_a_bank, half_a_text):
+        with pytest.raises(RuntimeError):
+            fails()
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
 

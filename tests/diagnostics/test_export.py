@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tandem.diagnostics.bank import BANK, Bank, top_lists
+from slime_tandem.config import RunConfig
+from slime_tandem.diagnostics.bank import BANK, Bank, top_lists, weights_fingerprint
 from slime_tandem.diagnostics.export import choose_positions, export_bank
 from slime_tandem.distill.selection import TokenKeys
 from slime_tandem.distill.teachability import raw_scores
 from slime_tandem.engines.hf import load_model
-from slime_tandem.errors import ConfigError, DataError, EngineError
+from slime_tandem.errors import ConfigError, TandemError
 
 from .conftest import PLAN, settings
 
@@ -33,6 +34,7 @@ def test_a_banks_scores_are_those_of_the_models(trio: Any, same_bank: Path) -> N
     with Bank(same_bank, BANK) as bank:
         table, meta = bank.read(), bank.metadata
     assert (meta["comparison"], meta["missing_mass"], meta["k"]) == ("tokens", "exact", 4)
+    assert meta["teacher"]["weights"] == weights_fingerprint(trio.junior)
     assert len(set(table.column("sample").to_pylist())) == 6
     for row in table.to_pylist()[::7]:
         s = log_probs(trio.senior, row["prompt_ids"], row["response_ids"], row["position"])
@@ -69,40 +71,41 @@ def test_a_teacher_of_another_vocabulary_reads_its_own_ids(trio: Any, cross_bank
     assert raw_scores(top_lists(table, 4), "rest").divergence == pytest.approx(table.column("D").to_numpy(), abs=1e-6)
 
 
-def test_the_same_command_makes_the_same_bank(trio: Any, same_bank: Path, tmp_path: Path) -> None:
+def test_the_same_command_makes_the_same_bank(trio: Any, served: list[str], tmp_path: Path) -> None:
     """And what it cannot make it refuses, without a file."""
-    config = settings(trio, trio.junior, tmp_path)
-    export_bank(config, PLAN, tmp_path / "again.parquet", lambda _: None)
-    with Bank(same_bank, BANK) as a, Bank(tmp_path / "again.parquet", BANK) as b:
-        assert a.read().equals(b.read())
+    config = settings(trio, trio.teacher, tmp_path, *served)
+    tables = []
+    for name in ("a.parquet", "b.parquet"):
+        export_bank(config, PLAN, tmp_path / name, lambda _: None)
+        with Bank(tmp_path / name, BANK) as bank:
+            tables.append(bank.read())
+            assert bank.metadata["teacher"]["weights"] is None, "of a server that is not ours nothing is known"
+    assert tables[0].equals(tables[1])
+    lines = {
+        "twice": [{"id": "a", "prompt": "x", "response": "y"}] * 2,
+        # The model's context has 256 positions: its server refuses the response.
+        "long": [{"prompt": "x", "response_ids": [5] * 300}],
+        "nothing": [{"prompt": "x", "response_ids": []}],
+    }
+    for name, rows in lines.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     before = sorted(tmp_path.iterdir())
     for plan, words in (
         (replace(PLAN, top_k=0), "--top-k=0: expected at least 1"),
         (replace(PLAN, compatibility="prefix"), "--compatibility"),
         (replace(PLAN, responses=tmp_path / "none.jsonl"), "FILE="),
-        (replace(PLAN, top_k=100_000), "--top-k=100000: expected at most 300, what the senior's server can list"),
+        (replace(PLAN, top_k=290), "--top-k=290: expected at most 280, what the teacher's server can list"),
+        (replace(PLAN, missing_mass="exact"), "--missing-mass='exact'"),
+        (replace(PLAN, responses=tmp_path / "twice"), "id='a': expected a name of its own"),
+        (replace(PLAN, responses=tmp_path / "long"), "at most|max_total_tokens|context"),
+        (replace(PLAN, responses=tmp_path / "nothing"), "at least one response that is not empty"),
     ):
-        with pytest.raises((ConfigError, DataError), match=words):
+        with pytest.raises(TandemError, match=words):
             export_bank(config, plan, tmp_path / "bad.parquet", lambda _: None)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_bad_responses_are_refused(trio: Any, tmp_path: Path) -> None:
-    twice = tmp_path / "twice.jsonl"
-    twice.write_text("\n".join(json.dumps({"id": "a", "prompt": "x", "response": "y"}) for _ in range(2)))
-    with pytest.raises(DataError, match="id='a': expected a name of its own"):
-        export_bank(
-            settings(trio, trio.junior, tmp_path), replace(PLAN, responses=twice), tmp_path / "b", lambda _: None
-        )
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "x", "response_ids": [5] * 300}) + "\n")
-    config = settings(trio, trio.teacher, tmp_path)
-    with pytest.raises(ConfigError, match="--missing-mass='exact'"):
-        export_bank(config, replace(PLAN, missing_mass="exact", responses=long), tmp_path / "b", lambda _: None)
-    # The model's context has 256 positions: its server refuses the response.
-    with pytest.raises(EngineError, match="300|301|context|tokens"):
-        export_bank(config, replace(PLAN, responses=long), tmp_path / "b", lambda _: None)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["long.jsonl", "twice.jsonl"]
+    two = RunConfig.load(None, ["opd.teachers=[{name: a, model: x}, {name: b, model: y}]"])
+    with pytest.raises(ConfigError, match=r"opd\.teachers.*one teacher for a bank"):
+        export_bank(two, PLAN, tmp_path / "c.parquet", lambda _: None)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 6), st.integers(0, 99), st.booleans())

@@ -73,7 +73,7 @@ def test_relative_gains_have_the_references_form_above_the_floor() -> None:
 
 
 def test_regression_against_the_formulas() -> None:
-    """Coefficients, cluster-robust errors (Liang and Zeger, small-sample factor of Stata) and R squared from their definitions."""
+    """Coefficients, cluster-robust errors (Liang and Zeger, Stata's factor for few clusters) and R squared by definition."""
     c = contexts(120, sequences=15)
     y = c.D * c.C + np.random.default_rng(1).normal(0, 0.1, 120)
     names = MODELS["C"]
@@ -255,7 +255,7 @@ def test_evaluations_that_do_not_belong_together_are_refused(tmp_path: Path) -> 
         load_contexts(bank, [one, short], "before", "after")
     strange = {"after": {"student": {}, "teacher": {"model": "t", "weights": "another"}}}
     foreign = write_evaluation(tmp_path / "foreign.parquet", "after", rows(30, 3), np.ones(90), banks, models=strange)
-    with pytest.raises(DataError, match="teacher=.*the same weights"):
+    with pytest.raises(DataError, match=r"teacher=.*the same weights"):
         load_contexts(bank, [one, foreign], "before", "after")
     bytewise = write_evaluation(
         tmp_path / "b.parquet", "after", rows(30, 3), np.ones(90), banks, comparison="next_byte"
