@@ -38,7 +38,7 @@ _SCALARS = [
 ]  # fmt: skip
 _EPSILON = 1e-12
 """The reference's, in the denominator of the relative gain."""
-_POINTS = 2000
+_POINTS = 1000
 _NESTED = (
     "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: whether a column "
     "matters is told by its coefficient."

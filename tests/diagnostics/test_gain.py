@@ -207,7 +207,10 @@ def test_files_are_joined_by_name_and_reported_whole(tmp_path: Path) -> None:
     assert [p.name for p in paths] == ["gain.csv", "gain.json", "gain.svg"]
     tree = json.loads(paths[1].read_text())
     assert len(tree["results"]) == len(report.rows) == len(paths[0].read_text().splitlines()) - 1
-    assert "KL(teacher || student)" in " ".join(ElementTree.fromstring(paths[2].read_text()).itertext())
+    words = " ".join(ElementTree.fromstring(paths[2].read_text()).itertext())
+    assert "KL(teacher || student)" in words
+    assert "None" not in words
+    assert "p-values" not in words
     methods = ["teachability", "entropy", "random"]
     position = table.column("position").to_numpy().astype(np.int64)
     best = top_n(c, bank_scores(table), position, methods, 9, setup, resamples=50, seed=0, caliper=1.0)
