@@ -131,8 +131,8 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
                 f'<line x1="{at_x(e.low):.1f}" x2="{at_x(e.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{row.colour}" '
                 'stroke-width="2" stroke-linecap="round"/>'
             )
-        ends = "" if (e.low, e.high, e.reason) == (None, None, None) else f" ({whiskers(e)})"
-        words = f"{row.label}: {number(e.value)}{ends} {row.unit}".rstrip()
+        between = "" if (e.low, e.high, e.reason) == (None, None, None) else f" ({whiskers(e)})"
+        words = f"{row.label}: {number(e.value)}{between} {row.unit}".rstrip()
         circle = f'<circle cx="{at_x(e.value):.1f}" cy="{y:.1f}" r="4.5" fill="{row.colour}">'
         yield f"{circle}<title>{escape(words)}</title></circle>"
         yield f'<text x="{_WIDTH - _RIGHT + 14}" y="{y + 4:.0f}" fill="#333">{number(e.value)}</text>'
