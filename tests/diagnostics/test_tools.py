@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from slime_tandem.cli import main
+from slime_tandem.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 WRAPPERS = sorted((ROOT / "scripts" / "diagnostics").glob("run_*.sh"))
@@ -65,6 +67,17 @@ def test_the_export_command_tells_a_bad_plan(trio: Any, tmp_path: Path, capsys: 
     assert tool("export_fixed_context_bank", "--output", tmp_path / "b.parquet", "--positions", "0") == 2
     assert "--positions=0: expected at least 1" in capsys.readouterr().err
     assert tool("export_fixed_context_bank", "--output", tmp_path / "b", "--set", "nothing=1") == 2
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import slime_tandem.diagnostics as package
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else found(name))
+    with pytest.raises(ConfigError, match=r"\['pyarrow'\]: expected none missing.*\[diagnostics\]"):
+        importlib.reload(package)
+    monkeypatch.undo()
+    importlib.reload(package)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda p: p.stem)
