@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -252,6 +252,26 @@ class TopLists:
 
     def __len__(self) -> int:
         return len(self.student_ids)
+
+    @property
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """The arrays that are there, in the order of the fields."""
+        all_ = (getattr(self, field.name) for field in fields(self))
+        return [column for column in all_ if column is not None]
+
+    @property
+    def shared(self) -> BoolArray:
+        """[N]: both lists have an entry (in another vocabulary a list can lose all of them)."""
+        return np.asarray((self.student_ids >= 0).any(1) & (self.teacher_ids >= 0).any(1))
+
+    def at(self, index: npt.NDArray[np.integer]) -> TopLists:
+        """The lists of some positions [n]."""
+        return TopLists(*(column[index] for column in self.columns))
+
+    @staticmethod
+    def concatenate(parts: Sequence[TopLists]) -> TopLists:
+        """One below the other; all with cross-scores or none. At least one part."""
+        return TopLists(*(np.concatenate(columns) for columns in zip(*(p.columns for p in parts), strict=True)))
 
 
 _MOST_LOG_PROB = 1e-3

@@ -58,7 +58,7 @@ def opd_mask(
         return _result(lengths, able, out | _counts(able, 0))
     scored = _joined(lists, usable, settings)
     # A list can lose all of its entries to the other vocabulary.
-    known = (scored.student_ids >= 0).any(1) & (scored.teacher_ids >= 0).any(1)
+    known = scored.shared
     valid = able & known
     raw = raw_scores(scored, settings.missing_mass, settings.compatibility, tokens.sequence, settings.prefix_alpha)
     reference = settings.rules == "reference"
@@ -94,7 +94,7 @@ def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], setti
     """The lists of all responses one below the other [N, K]; a response without usable tokens needs none."""
     cross = settings.missing_mass == "exact"
     k = settings.top_k
-    parts: list[list[np.ndarray]] = []
+    parts: list[TopLists] = []
     for mine, able in zip(lists, usable, strict=True):
         if mine is None:
             if able.any():
@@ -102,10 +102,5 @@ def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], setti
                 raise DataError(explain("AlignedScores.lists", None, expected, "score with Scoring(lists=...)"))
             ids, values = np.full((len(able), k), -1, dtype=np.int64), np.zeros((len(able), k))
             mine = TopLists(ids, values, ids, values, *((values, values) if cross else ()))
-        columns = [mine.student_ids, mine.student_log_probs, mine.teacher_ids, mine.teacher_log_probs]
-        if cross:
-            assert mine.teacher_on_student is not None, "exact asks for cross-scores"
-            assert mine.student_on_teacher is not None
-            columns += [mine.teacher_on_student, mine.student_on_teacher]
-        parts.append(columns)
-    return TopLists(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        parts.append(mine)
+    return TopLists.concatenate(parts)

@@ -49,15 +49,21 @@ class Scatter:
 
 
 def number(value: float | None) -> str:
-    """Three decimals, or a dash for what is not defined."""
-    return DASH if value is None else f"{value:.3f}"
+    """Three decimals, two digits of what they would not show, or a dash for what is not defined.
+
+    >>> number(0.25), number(-1.23e-5), number(None)
+    ('0.250', '-1.2e-05', '–')
+    """
+    if value is None:
+        return DASH
+    return f"{value:.2g}" if 0 < abs(value) < 5e-4 else f"{value:.3f}"
 
 
 def whiskers(e: Estimate) -> str:
     """The interval in words, or why there is none."""
     if e.low is None or e.high is None:
         return f"not defined: {e.reason}"
-    return f"{e.low:.3f} to {e.high:.3f}"
+    return f"{number(e.low)} to {number(e.high)}"
 
 
 def document(title: str, parts: Sequence[Panel | Scatter], notes: Sequence[str], conditions: str) -> str:
@@ -125,7 +131,8 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
                 f'<line x1="{at_x(e.low):.1f}" x2="{at_x(e.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{row.colour}" '
                 'stroke-width="2" stroke-linecap="round"/>'
             )
-        words = f"{row.label}: {number(e.value)} ({whiskers(e)}) {row.unit}"
+        between = "" if (e.low, e.high, e.reason) == (None, None, None) else f" ({whiskers(e)})"
+        words = f"{row.label}: {number(e.value)}{between} {row.unit}".rstrip()
         circle = f'<circle cx="{at_x(e.value):.1f}" cy="{y:.1f}" r="4.5" fill="{row.colour}">'
         yield f"{circle}<title>{escape(words)}</title></circle>"
         yield f'<text x="{_WIDTH - _RIGHT + 14}" y="{y + 4:.0f}" fill="#333">{number(e.value)}</text>'

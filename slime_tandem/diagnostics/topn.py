@@ -1,0 +1,91 @@
+"""What selectors would have chosen at equal budget, and what training did there, beyond what H, D and position explain. Pure.
+
+Each selector of `distill/selection.py` takes its N best contexts of a bank. Their mean gain is compared with that of all
+contexts, and (matched) with as many contexts that the selector left and that are alike in H, D and position: a difference
+there is what the selector knows beside these three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from slime_tandem.diagnostics.bank import Metadata
+from slime_tandem.diagnostics.gain import MATCHED_ON, Contexts, Resampler, gains, imbalance, match, matched_difference
+from slime_tandem.diagnostics.output import Report, Row, plain
+from slime_tandem.distill.selection import TokenKeys, overlap, resolve_selector, select
+from slime_tandem.distill.teachability import Normalised, TokenScores
+from slime_tandem.errors import ConfigError, explain
+from slime_tandem.types import BoolArray, IntArray
+
+
+def bank_scores(table: pa.Table) -> TokenScores:
+    """A bank's normalised scores [N] as selectors take them; every context is valid."""
+    lines = (table.column(name).to_numpy() for name in ("H_line", "D_line", "C_line"))
+    H, D, C = (Normalised(np.clip(line, 0.0, 1.0), line) for line in lines)
+    return TokenScores(H, D, C, np.ones(len(table), np.bool_))
+
+
+def top_n(
+    c: Contexts,
+    scores: TokenScores,
+    position: IntArray,
+    methods: Sequence[str],
+    n: int,
+    setup: Metadata,
+    *,
+    resamples: int,
+    seed: int,
+    caliper: float,
+) -> Report:
+    """The report of `tools/matched_fixed_context_topn.py`; `position` [N] is that of the token. Gains are absolute, nats.
+
+    Raises ConfigError for an N outside the bank and DataError for an unknown selector.
+    """
+    if not 1 <= n < len(c):
+        raise ConfigError(
+            explain("--top-n", n, f"1 to {len(c) - 1}: some contexts must remain to compare with", "change it")
+        )
+    y = gains(c.kl_before, c.kl_after, "absolute")
+    boot = Resampler(c.sequence, resamples, seed)
+    everywhere = np.ones(len(c), np.bool_)
+    features = np.column_stack([c.term(name) for name in MATCHED_ON])
+    keys = TokenKeys(c.sequence, position)
+    chosen: dict[str, BoolArray] = {}
+    for method in methods:
+        chosen[method] = select(
+            scores, keys, resolve_selector(method), n / len(c), seed=seed, rollout_id=0, min_keep_per_sample=0
+        )
+    sections = ("mean gain of the chosen", "chosen minus all", "chosen minus alike in H, D, position")
+    rows: list[list[Row]] = [[] for _ in range(6)]
+    rows[0].append(Row(sections[0], "all contexts", boot.mean(y, c.weight, everywhere), "nats", len(c)))
+    for method, mask in chosen.items():
+        m = int(mask.sum())
+        rows[0].append(Row(sections[0], method, boot.mean(y, c.weight, mask), "nats", m))
+        rows[1].append(Row(sections[1], method, boot.difference(y, c.weight, mask, everywhere), "nats", m))
+        found = match(features, mask, ~mask, caliper)
+        effect = matched_difference(c, y, found, boot)
+        rows[2].append(Row(sections[2], method, effect, "nats", len(found.treated)))
+        rows[3].append(Row("KL before of the chosen", method, boot.mean(c.kl_before, c.weight, mask), "nats", m))
+        rows[4].append(Row("balance", f"{method}: unmatched", plain(float(found.unmatched)), "contexts"))
+        for x in (*MATCHED_ON, "C"):
+            value = imbalance(c.term(x), found.treated, found.control)
+            rows[4].append(
+                Row("balance", f"{method}: {x}, matched", plain(value, "no spread or no pair"), "std. difference")
+            )
+        for other, theirs in chosen.items():
+            if other > method:
+                rows[5].append(
+                    Row("overlap of the chosen", f"{method}, {other}", plain(overlap(mask, theirs)), "Jaccard")
+                )
+    facts = {**setup, "top_n": n, "resamples": resamples, "seed": seed, "caliper": caliper}
+    return Report(
+        f"The {n} best contexts of each selector",
+        facts,
+        [r for part in rows for r in part],
+        setup["notes"],
+        references={sections[1]: 0.0, sections[2]: 0.0},
+        details=frozenset({"balance"}),
+    )
