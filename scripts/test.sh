@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up and passes the tests: lint, types and shell checks, then pytest. Arguments go to pytest.
+# SLIME_TANDEM_TEST_WORKERS: test processes at once (default 2).
 # The vocabularies of real models are fetched once (167 MB; SLIME_TANDEM_VOCABULARIES names their folder, else .cache/vocabularies).
 # The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium, which is installed here if a
 # Debian machine lacks it and this is root. tests/conformance needs real SGLang: SLIME_TANDEM_SGLANG_PYTHON names a python that
@@ -18,4 +19,5 @@ if [[ -z "${SLIME_TANDEM_SGLANG_PYTHON:-}" ]]; then
   SLIME_TANDEM_SGLANG_PYTHON="$(bash scripts/sglang_cpu.sh)"
 fi
 export SLIME_TANDEM_SGLANG_PYTHON
-run "$VENV/bin/python" -m pytest "$@"
+# One file is one worker's: its tests share servers.
+run "$VENV/bin/python" -m pytest -n "${SLIME_TANDEM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

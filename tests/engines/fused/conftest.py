@@ -51,11 +51,13 @@ SENIOR_SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 
 JUNIOR_SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def make_model(folder: Path, kind: str, size: dict[str, int], *, tied: bool, seed: int) -> None:
+def make_model(
+    folder: Path, kind: str, size: dict[str, int], *, tied: bool, seed: int, vocab_size: int = VOCAB
+) -> None:
     quiet_transformers()
     sizes: dict[str, Any] = {
         **size,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
         "bos_token_id": BOS,
@@ -232,6 +234,18 @@ def prompts() -> Callable[[int, int, int], list[tuple[int, ...]]]:
     def make(count: int, length: int, seed: int) -> list[tuple[int, ...]]:
         rng = np.random.default_rng(seed)
         return [tuple(int(t) for t in rng.integers(2, VOCAB, length)) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def pair_of(tmp_path: Path) -> Callable[[int], Reference]:
+    """Makes `senior` and `junior` in the test's folder, with a vocabulary of that size."""
+
+    def make(vocab_size: int) -> Reference:
+        for role, size, seed in (("senior", SENIOR_SIZE, 1), ("junior", JUNIOR_SIZE, 2)):
+            make_model(tmp_path / role, "qwen3", size, tied=True, seed=seed, vocab_size=vocab_size)
+        return Reference.load(tmp_path / "senior", tmp_path / "junior")
 
     return make
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import sys
 import threading
@@ -21,6 +22,15 @@ from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 url, way, file, version = sys.argv[1:]
+
+
+def post_or_end(path: str, **body: Any) -> None:
+    """For a thread: the main one waits for a partner that will not come."""
+    try:
+        post(path, **body)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, nobody else hears of it
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def post(path: str, **body: Any) -> None:
@@ -37,7 +47,9 @@ if way == "distributed":
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "t"}
-    theirs = threading.Thread(target=post, args=("init_weights_update_group",), kwargs={**group, "backend": "gloo"})
+    theirs = threading.Thread(
+        target=post_or_end, args=("init_weights_update_group",), kwargs={**group, "backend": "gloo"}
+    )
     theirs.start()
     ours = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="t")
     theirs.join()
@@ -48,7 +60,7 @@ if way == "distributed":
         "group_name": "t",
         "weight_version": version,
     }
-    receiving = threading.Thread(target=post, args=("update_weights_from_distributed",), kwargs=described)
+    receiving = threading.Thread(target=post_or_end, args=("update_weights_from_distributed",), kwargs=described)
     receiving.start()
     for _, weight in weights:
         torch.distributed.broadcast(weight, src=0, group=ours)

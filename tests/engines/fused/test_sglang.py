@@ -292,7 +292,6 @@ def test_weight_updates_by_name(
 
 
 @only("engine", ["qwen3"], indirect=True)
-@only("way", ["tensor", "bucket", "distributed"])
 def test_weights_from_a_trainers_memory(
     engine: Any,
     tokens: TokenBytes,
@@ -300,34 +299,33 @@ def test_weights_from_a_trainers_memory(
     prompts: Prompts,
     tmp_path: Path,
     sglang_python: str,
-    way: str,
 ) -> None:
-    """The senior's by plain names, then the junior's behind its prefix, then the first ones again; nothing from disk."""
+    """Each of SGLang's ways without a disk: the senior by plain names, the junior behind its prefix, both in one update."""
     f, reference = engine.folders, type(engine.reference)
 
-    def send(folder: str, prefix: str = "") -> None:
-        weights = load_file(f[folder] / "model.safetensors")
-        save_file({prefix + name: w for name, w in weights.items()}, tmp_path / "sent.safetensors")
-        script = Path(__file__).with_name("send_weights.py")
-        subprocess.run(
-            [sglang_python, str(script), engine.server.url, way, str(tmp_path / "sent.safetensors"), f"{way} {folder}"],
-            check=True,
-            timeout=200,
-        )
+    def send(way: str, **folders: str) -> None:
+        named = {"senior": "", "junior": "tandem_junior."}
+        sent = {
+            named[role] + name: weight
+            for role, folder in folders.items()
+            for name, weight in load_file(f[folder] / "model.safetensors").items()
+        }
+        save_file(sent, tmp_path / "sent.safetensors")
+        script = [str(Path(__file__).with_name("send_weights.py")), engine.server.url, way]
+        subprocess.run([sglang_python, *script, str(tmp_path / "sent.safetensors"), way], check=True, timeout=200)
 
     def check(senior: str, junior: str, version: str) -> None:
         writers = [make_writer(make_rule("word", tables), tokens, p, i) for i, p in enumerate(prompts(3, 15, 12))]
         for sample in engine.run(lambda client: write(client, writers)):
             reference.load(f[senior], f[junior]).check(sample)
-            assert {r.weight_version for r in sample.runs} == {f"{way} {version}"}
+            assert {r.weight_version for r in sample.runs} == {version}
 
-    send("qwen3-senior2")
-    check("qwen3-senior2", "qwen3-junior", "qwen3-senior2")
-    send("qwen3-junior2", "tandem_junior.")
-    check("qwen3-senior2", "qwen3-junior2", "qwen3-junior2")
-    send("qwen3-junior", "tandem_junior.")
-    send("qwen3-senior")
-    check("qwen3-senior", "qwen3-junior", "qwen3-senior")
+    send("tensor", senior="qwen3-senior2")
+    check("qwen3-senior2", "qwen3-junior", "tensor")
+    send("bucket", junior="qwen3-junior2")
+    check("qwen3-senior2", "qwen3-junior2", "bucket")
+    send("distributed", senior="qwen3-senior", junior="qwen3-junior")
+    check("qwen3-senior", "qwen3-junior", "distributed")
 
 
 @only("engine", ["qwen3"], indirect=True)
