@@ -30,7 +30,7 @@ from slime_tandem.distill.candidates import (
 )
 from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.errors import DataError, ModelError, TeacherScoreError, explain
-from slime_tandem.types import AlignedScores, FloatArray, Message, TandemSample
+from slime_tandem.types import AlignedScores, FloatArray, Message, Prompt, TandemSample
 
 TEACHER_KEY = "teacher"
 """Key of `Prompt.metadata` that chooses a sample's teachers by name: a string or a list of them."""
@@ -337,23 +337,23 @@ class TeacherPanel:
             raise DataError(explain("teachers", names, "at least one, each with a name of its own", "rename them"))
         self.teachers, self.scoring = tuple(teachers), scoring
 
-    def route(self, sample: TandemSample) -> list[Teacher]:
-        """The teachers of a sample, in the panel's order; raises DataError if there is none."""
-        chosen = sample.prompt.metadata.get(TEACHER_KEY)
+    def route(self, prompt: Prompt) -> list[Teacher]:
+        """The teachers of a prompt's samples, in the panel's order; raises DataError if there is none."""
+        chosen = prompt.metadata.get(TEACHER_KEY)
         if chosen is not None:
             wanted = [chosen] if isinstance(chosen, str) else chosen if isinstance(chosen, (list, tuple)) else []
             names = [t.name for t in self.teachers]
             if not wanted or any(name not in names for name in wanted):
                 raise DataError(
                     explain(
-                        f"metadata.{TEACHER_KEY} of prompt {sample.prompt.prompt_id}",
+                        f"metadata.{TEACHER_KEY} of prompt {prompt.prompt_id}",
                         chosen,
                         f"names among {', '.join(names)}",
                         "correct the prompt's metadata, or add the teacher to opd.teachers",
                     )
                 )
             return [t for t in self.teachers if t.name in wanted]
-        task = sample.prompt.task
+        task = prompt.task
         for_task = [t for t in self.teachers if t.tasks is not None and task in t.tasks]
         found = for_task or [t for t in self.teachers if t.tasks is None]
         if not found:
@@ -383,7 +383,7 @@ class TeacherPanel:
         out: dict[int, AlignedScores | TeacherScoreError] = {
             i: top for i, top in enumerate(tops or ()) if isinstance(top, TeacherScoreError)
         }
-        routed = {i: self.route(s) for i, s in enumerate(samples) if i not in out}
+        routed = {i: self.route(s.prompt) for i, s in enumerate(samples) if i not in out}
         views: dict[int, list[tuple[float, AlignedScores]]] = {i: [] for i in routed}
 
         async def ask(teacher: Teacher) -> tuple[Teacher, list[int], list[AlignedScores | TeacherScoreError]]:

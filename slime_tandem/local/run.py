@@ -116,8 +116,11 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", team.boundaries)
             with team:
-                for teacher in team.panel.teachers if team.teacher_specs else ():
-                    print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
+                if team.teacher_specs:
+                    for teacher in team.panel.teachers:
+                        print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
+                    for prompt in tasks.listed_prompts:  # a name that no teacher has is told now, not when it is drawn
+                        team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)

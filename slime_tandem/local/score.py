@@ -123,7 +123,9 @@ async def _score(
         )
         check_teacher(teacher)
         scoring = Scoring(job.policy, job.top_k)
-        unfinished = job.output.with_name(f".{job.output.name}.unfinished")
+        unfinished = job.output.with_name(
+            f".{job.output.name}.{os.getpid()}.unfinished"
+        )  # another run may have this output
         try:
             with unfinished.open("w", encoding="utf-8") as out:
                 for at in range(0, len(samples), _PART):

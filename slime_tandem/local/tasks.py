@@ -93,6 +93,11 @@ class TaskSet:
             for index, spec in enumerate(specs)
         )
 
+    @property
+    def listed_prompts(self) -> list[Prompt]:
+        """Every prompt of the prompt files; what else there is is made when it is drawn."""
+        return [p for family in self._families if isinstance(family, _Jsonl) for p in family.prompts]
+
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
         """`n` prompts for a step: a pure function of (seed, step, n), so that a resumed run sees what it would have seen.
 
@@ -237,7 +242,7 @@ class _Jsonl:
     def __init__(self, index: int, spec: TaskSpec):
         assert spec.path is not None, "TaskSpec checks it"
         self._index = index
-        self._prompts = [
+        self.prompts = [
             _make_prompt(prompt.task, prompt.messages, prompt.label, {**prompt.metadata, "spec": index})
             for prompt in read_jsonl(Path(spec.path))
         ]
@@ -245,7 +250,7 @@ class _Jsonl:
     def stream(self, key: str) -> Iterator[Prompt]:
         epoch = 0
         while True:  # whole shuffles, so that no line comes twice before each came once
-            order = list(self._prompts)
+            order = list(self.prompts)
             Random(f"{key}/{epoch}").shuffle(order)  # noqa: S311
             yield from order
             epoch += 1

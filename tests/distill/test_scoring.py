@@ -429,7 +429,7 @@ def test_routing_by_name_then_task_then_the_rest() -> None:
     panel = TeacherPanel([math, code, rest, other])
 
     def names(s: TandemSample) -> list[str]:
-        return [t.name for t in panel.route(s)]
+        return [t.name for t in panel.route(s.prompt)]
 
     assert names(task_sample("sum")) == ["math"]
     assert names(task_sample("python")) == ["code"]
@@ -437,9 +437,9 @@ def test_routing_by_name_then_task_then_the_rest() -> None:
     assert names(task_sample("sum", teacher="code")) == ["code"]
     assert names(task_sample("sum", teacher=["rest", "math"])) == ["math", "rest"]
     with pytest.raises(DataError, match=r"metadata.teacher of prompt p='judge': expected names among math, code"):
-        panel.route(task_sample("sum", teacher="judge"))
+        panel.route(task_sample("sum", teacher="judge").prompt)
     with pytest.raises(DataError, match=r"opd.teachers=.*expected one for task 'poem'"):
-        TeacherPanel([math, code]).route(task_sample("poem"))
+        TeacherPanel([math, code]).route(task_sample("poem").prompt)
     with pytest.raises(DataError, match="a name of its own"):
         TeacherPanel([math, math])
 

@@ -20,7 +20,7 @@ import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.errors import ConfigError, ModelError, RunDirError, TokenizerMismatchError
+from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
 
@@ -388,6 +388,17 @@ def test_a_senior_that_trains_alone_can_be_evaluated_with_a_junior(trio, tmp_pat
     for row in rows(config.run_dir / "eval.jsonl"):
         assert row["eval/tandem_accuracy"] is not None
         assert 0 < row["eval/senior_token_fraction"] < 1
+
+
+def test_a_prompt_file_that_names_an_unknown_teacher_is_told_at_the_start(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    line = {"prompt": "1 + 1 =", "label": "2", "metadata": {"teacher": "nobody"}}
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({**line, "prompt": f"{i} + 1 ="}) + "\n" for i in range(40)))
+    config = RunConfig.from_mapping(
+        settings(trio, tmp_path, control=False, tasks=[{"family": "jsonl", "path": str(tmp_path / "p.jsonl")}])
+    )
+    with pytest.raises(DataError, match=r"metadata\.teacher .*'nobody': expected names among teacher"):
+        train(config)
+    assert not (config.run_dir / "config.yaml").exists()
 
 
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
