@@ -7,13 +7,13 @@ SGLang with two models inside. All are `ChildServer`s.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -163,7 +163,7 @@ class ChildServer(ABC):
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=self.health_timeout_s) as response:  # noqa: S310
                 return bool(response.status == 200)
-        except (OSError, urllib.error.URLError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def _unavailable(self, value: str, expected: str) -> EngineUnavailableError:

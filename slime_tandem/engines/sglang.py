@@ -24,7 +24,9 @@ CPU_ARGS = (
 Without `--sleep-on-idle` a scheduler that has nothing to do takes a whole core.
 """
 
-_PORTS = range(20_000, 50_000)
+_PORTS = range(20_000, 32_000)
+"""Below the ports that Linux gives to connections (32768 and up): a connection to one of those, before the server listens, can
+get the same number at both ends; it then talks to itself, and the server finds its port taken."""
 
 _CHILD = """
 import os, runpy, signal, sys, threading, time

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +160,26 @@ def test_the_command_line_prints_one_line_for_a_user_error(
     assert len(lines) == 2
     assert "ModelError: model=" in lines[0]
     assert "DataError: --api-key-env='NO_SUCH_KEY'" in lines[1]
+
+
+def test_what_is_not_http_is_not_healthy(tmp_path: Path) -> None:
+    """Before a server listens, a connection to its port can be connected to itself: it reads what it wrote."""
+
+    class Waiting(ServerProcess):
+        def _find_port(self) -> bool:
+            return True
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def echo() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(connection.recv(4096))
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        server = Waiting(tmp_path, log_file=tmp_path / "log", port=listener.getsockname()[1])
+        assert not server._healthy()
+        thread.join()
