@@ -10,13 +10,20 @@ import errno
 import os
 
 
+_LONGEST = 1000
+"""Characters of a value that are shown: a user's function may answer megabytes."""
+
+
 def explain(field: str, value: object, expected: str, remedy: str) -> str:
-    """One error sentence: `field=value`, what was expected, what to do.
+    """One error sentence: `field=value` (cut where it is very long), what was expected, what to do.
 
     >>> explain("tandem.prob_senior", 1.5, "a number in [0, 1]", "set it to 0.5, the paper's value")
     "tandem.prob_senior=1.5: expected a number in [0, 1]. Remedy: set it to 0.5, the paper's value."
     """
-    return f"{field}={value!r}: expected {expected}. Remedy: {remedy}."
+    shown = repr(value).replace("\n", " ")
+    if len(shown) > _LONGEST:
+        shown = f"{shown[:_LONGEST]}... ({len(shown)} characters)"
+    return f"{field}={shown}: expected {expected}. Remedy: {remedy}."
 
 
 def explain_os_error(path: str | os.PathLike[str], error: OSError) -> str:

@@ -65,12 +65,22 @@ def find(name: str, where: str) -> Respond:
         raise refusal("no built-in one has this name")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # an import runs the user's code
+    except (Exception, SystemExit) as error:  # an import runs the user's code
         raise refusal(" ".join(f"{type(error).__name__}: {error}".split())) from error
     if not callable(found):
         raise refusal(f"it is a {type(found).__name__}")
     respond: Respond = found
     return respond
+
+
+def _is_message(value: object) -> bool:
+    if not (isinstance(value, Message) and isinstance(value.content, str) and value.role in ("user", "tool", "system")):
+        return False
+    try:
+        value.content.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which no tokenizer takes
+        return False
+    return True
 
 
 class Environments:
@@ -103,23 +113,22 @@ class Environments:
         try:
             answer = respond(writer.prompt, chat)
             messages = await answer if inspect.isawaitable(answer) else answer
-        except Exception as error:  # the user's code
+        except (Exception, SystemExit) as error:  # the user's code
             why = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(explain(where, why, "messages or None", "mend the function")) from error
-        if not messages:
+        if messages is None:
             return None
-        if not isinstance(messages, Sequence) or not all(
-            isinstance(m, Message) and isinstance(m.content, str) and m.role in ("user", "tool", "system")
-            for m in messages
-        ):
+        if not isinstance(messages, Sequence) or not all(map(_is_message, messages)):
             raise DataError(
                 explain(
                     where,
                     messages,
-                    "a sequence of Message of the roles tool, user or system, or None",
+                    "a sequence of Message of the roles tool, user or system with text that UTF-8 can write, or None",
                     "mend the function",
                 )
             )
+        if not messages:
+            return None
         ids = self._student.bridge(messages)
         # The end of turn that was sampled stands there already.
         ended = writer.response_ids[-1] in self._student.tokens.eos_ids

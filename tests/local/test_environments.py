@@ -122,6 +122,8 @@ def test_a_name_that_leads_nowhere(student: ModelTokenizer, name: str, said: str
 def test_a_module_that_breaks_while_it_is_imported(own: Callable[[str, str], str]) -> None:
     with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
         find(own("breaks", "1 / 0"), "tasks.0.environment")
+    with pytest.raises(ConfigError, match="SystemExit: 0"):  # or the run ends with exit code 0 and no word
+        find(own("leaves", "raise SystemExit(0)"), "tasks.0.environment")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,10 @@ def test_a_module_that_breaks_while_it_is_imported(own: Callable[[str, str], str
         ("def f(prompt, chat): return [{'role': 'tool', 'content': 'x'}]", "a sequence of Message"),
         ("def f(prompt, chat): return [Message('assistant', 'x')]", "of the roles tool, user or system"),
         ("def f(prompt, chat): return [Message('tool', 5)]", "a sequence of Message"),
+        ("def f(prompt, chat): return [Message('tool', chr(0xD800))]", "text that UTF-8 can write"),
+        ("import numpy\ndef f(prompt, chat): return numpy.array(chat * 2)", "a sequence of Message"),
+        ("def f(prompt, chat): return ['x' * 10**6]", r"\.\.\. \(1000004 characters\): expected a sequence of Message"),
+        ("def f(prompt, chat): raise SystemExit(0)", "SystemExit: 0"),
     ],
 )
 def test_an_environment_that_misbehaves_is_named(
