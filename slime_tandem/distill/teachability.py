@@ -225,7 +225,8 @@ def normalise(
 ) -> Normalised:
     """Map the batch to [0, 1] by valid tokens alone: quantiles `low`..`high`, minimum..maximum, or as it is (`none`: by 1).
 
-    Invalid positions are 0. A batch without spread is 0 everywhere. Raises DataError for values that are not finite.
+    Invalid positions are 0. A batch without spread is 0 everywhere; one that is flat between the quantiles alone (a student that
+    is sure nearly everywhere) keeps the order beyond them. Raises DataError for values that are not finite.
 
     >>> n = normalise(np.array([0.0, 1.0, 2.0, 9.0]), np.array([True, True, True, False]), "batch_minmax")
     >>> n.clipped.tolist(), n.unclipped.tolist()
@@ -240,10 +241,10 @@ def normalise(
         lo, hi = float(used.min()), float(used.max())
     elif len(used) and mode == "batch_quantile":
         lo, hi = (float(x) for x in np.quantile(used, [low, high]))
-    if hi - lo < 1e-12:
+    if not len(used) or used.min() == used.max():
         zero = np.zeros(len(values))
         return Normalised(zero, zero)
-    line = np.where(valid, (values - lo) / (hi - lo), 0.0)
+    line = np.where(valid, (values - lo) / max(hi - lo, 1e-12), 0.0)
     return Normalised(np.clip(line, 0.0, 1.0), line)
 
 

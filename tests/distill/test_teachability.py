@@ -174,7 +174,7 @@ def test_what_does_not_exist_changes_nothing(rule: MissingMass, kind: Compatibil
         if kind == "overlap" and name == "compatibility":  # over K, whatever exists of it
             assert 4 * getattr(got, name) == pytest.approx(3 * getattr(want, name))
         else:
-            assert getattr(got, name) == pytest.approx(getattr(want, name), abs=1e-5)
+            assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-6, abs=1e-5)
     nothing = TopLists(
         *(np.full((2, 4), -1.0 if name.endswith("ids") else 0.0) for name in TopLists.__dataclass_fields__)
     )
@@ -240,6 +240,15 @@ def test_batches_without_spread_or_tokens_are_zero(mode: teachability.Normalisat
     none = normalise(np.full(3, 2.0), np.zeros(3, dtype=np.bool_), mode)
     assert none.clipped.tolist() == [0.0] * 3
     assert normalise(np.zeros(0), np.zeros(0, dtype=np.bool_), mode).clipped.size == 0
+
+
+def test_a_batch_that_is_flat_between_the_quantiles_keeps_its_order() -> None:
+    values = np.full(100, 0.5)
+    values[[7, 8, 9]] = 0.1, 0.9, 0.8
+    n = normalise(values, np.ones(100, dtype=np.bool_))
+    assert np.argsort(-n.unclipped, kind="stable")[:2].tolist() == [8, 9]
+    assert n.clipped[7:11].tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert n.unclipped[7] < 0.0
 
 
 def test_a_score_that_is_no_number_is_named() -> None:
