@@ -32,6 +32,8 @@ from slime_tandem.types import FloatArray
 VERSION = 1
 _META = b"slime_tandem"
 _STRETCH = 1 << 16
+_UNREADABLE = (OSError, ValueError, pa.ArrowException)
+"""What a damaged file may be told with; names that are no UTF-8 are ValueErrors."""
 _ROWS = 1024
 """Rows of a row group: what is read at once."""
 
@@ -163,7 +165,9 @@ def writing(path: Path, kind: Format, metadata: Mapping[str, Any]) -> Iterator[W
     assert set(kind.metadata) <= set(metadata), "the format's metadata"
     meta = {"format": kind.name, "version": VERSION, **metadata}
     schema = kind.schema.with_metadata({_META: json.dumps(meta, ensure_ascii=False, allow_nan=False).encode()})
-    with whole_file(path) as unfinished, pq.ParquetWriter(unfinished, schema, compression="zstd") as sink:
+    with whole_file(path) as unfinished, pq.ParquetWriter(
+        unfinished, schema, compression="zstd", write_page_checksum=True
+    ) as sink:  # fmt: skip
         yield Writer(kind, sink)
 
 
@@ -176,8 +180,8 @@ class Bank:
     def __init__(self, path: Path, kind: Format) -> None:
         self.path, self.kind = path, kind
         try:
-            self._file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowInvalid) as error:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+        except _UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise DataError(explain("FILE", str(path), f"a Parquet file ({why})", "check the path")) from None
         self.metadata = self._checked_metadata()
@@ -231,7 +235,13 @@ class Bank:
         """
         seen: set[tuple[Any, ...]] = set()
         for group in range(self._file.num_row_groups):
-            table = self._file.read_row_group(group, columns=self.kind.schema.names).combine_chunks()
+            try:
+                table = self._file.read_row_group(group, columns=self.kind.schema.names).combine_chunks()
+            except _UNREADABLE as error:
+                why = " ".join(str(error).split())[:200]
+                raise DataError(
+                    explain(str(self.path), f"damaged ({why})", "the rows that were written", "write the file again")
+                ) from None
             self._check(table)
             for key in zip(*(table.column(name).to_pylist() for name in self.kind.key), strict=True):
                 if key in seen:
