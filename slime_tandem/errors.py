@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 
-
 _LONGEST = 1000
 """Characters of a value that are shown: a user's function may answer megabytes."""
 

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         bank_scores(table),
         table.column("position").to_numpy().astype("int64"),
         args.methods,
-        args.top_n or max(1, len(contexts) // 10),
+        max(1, len(contexts) // 10) if args.top_n is None else args.top_n,
         setup,
         resamples=args.resamples,
         seed=args.seed,

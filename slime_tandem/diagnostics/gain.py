@@ -27,7 +27,7 @@ from statsmodels.regression.linear_model import WLS
 
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, QUADRANTS, Bank, Metadata, lengths_of
 from slime_tandem.diagnostics.output import Report, Row, plain
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import ConfigError, DataError, explain
 from slime_tandem.evaluation.statistics import Estimate, interval, resampled_means
 from slime_tandem.report.dots import Scatter
 from slime_tandem.types import BoolArray, FloatArray, IntArray
@@ -199,6 +199,11 @@ class Resampler:
     sequence: IntArray
     resamples: int = 1000
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("--resamples", self.resamples, 1), ("--seed", self.seed, 0)):
+            if value < least:
+                raise ConfigError(explain(flag, value, f"at least {least}", "raise it"))
 
     def means(self, columns: Sequence[FloatArray]) -> FloatArray:
         """Means over responses [1 + B, M] of M columns' [N] sums within each: of the data, then of each resample."""

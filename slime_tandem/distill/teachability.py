@@ -225,8 +225,8 @@ def normalise(
 ) -> Normalised:
     """Map the batch to [0, 1] by valid tokens alone: quantiles `low`..`high`, minimum..maximum, or as it is (`none`: by 1).
 
-    Invalid positions are 0. A batch without spread is 0 everywhere; one that is flat between the quantiles alone (a student that
-    is sure nearly everywhere) keeps the order beyond them. Raises DataError for values that are not finite.
+    Invalid positions are 0. A batch without spread is 0 everywhere; one that is flat between the quantiles alone (a
+    student that is sure nearly everywhere) keeps the order beyond them. Raises DataError for values that are not finite.
 
     >>> n = normalise(np.array([0.0, 1.0, 2.0, 9.0]), np.array([True, True, True, False]), "batch_minmax")
     >>> n.clipped.tolist(), n.unclipped.tolist()

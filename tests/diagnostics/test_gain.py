@@ -265,3 +265,9 @@ def test_evaluations_that_do_not_belong_together_are_refused(tmp_path: Path) -> 
     )
     with pytest.raises(DataError, match="comparison='next_byte'"):
         load_contexts(bank, [one, bytewise], "before", "after")
+
+
+@pytest.mark.parametrize(("resamples", "seed", "flag"), [(0, 0, "--resamples=0"), (10, -1, "--seed=-1")])
+def test_a_bootstrap_that_cannot_be(resamples: int, seed: int, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: expected at least"):
+        Resampler(np.zeros(3, np.int64), resamples, seed)
