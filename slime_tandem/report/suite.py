@@ -116,9 +116,18 @@ def read_mapping(folder: Path) -> list[dict[str, str]]:
         raise RunDirError(
             explain("suite", str(folder), f"a readable {MAPPING} ({error})", "give a suite's folder")
         ) from None
-    if any(set(row) != set(MAPPING_COLUMNS) or None in row.values() or not row["idx"].isdecimal() for row in rows):
+    if not all(map(_is_whole, rows)):
         raise RunDirError(explain(str(path), "a row", f"the columns {', '.join(MAPPING_COLUMNS)}", "restore the file"))
     return rows
+
+
+def _is_whole(row: Mapping[str, str | None]) -> bool:
+    if set(row) != set(MAPPING_COLUMNS) or None in row.values():
+        return False
+    run = row["run"] or ".."
+    return bool(row["idx"] and row["idx"].isdecimal() and row["seed"] and row["seed"].isdecimal()) and (
+        run == Path(run).name and run != ".."  # a folder of this suite
+    )
 
 
 def summarise_suite(folder: Path) -> SuiteResult:

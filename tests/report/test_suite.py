@@ -89,4 +89,8 @@ def test_what_is_no_suite_is_told(folder: Path, tmp_path: Path) -> None:
     (folder / "method_mapping.csv").write_text("idx,method,mask,ratio,seed,run\n1,tip,tip,0.1,0,x\n")
     with pytest.raises(RunDirError, match="expected at least one finished run"):
         write_suite(folder)
+    for seed, run in (("zero", "x"), ("0", "../x"), ("0", "..")):
+        (folder / "method_mapping.csv").write_text(f"idx,method,mask,ratio,seed,run\n1,tip,tip,0.1,{seed},{run}\n")
+        with pytest.raises(RunDirError, match="restore the file"):
+            write_suite(folder)
     assert not (folder / "suite.json").exists()
