@@ -16,13 +16,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
+from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.diagnostics.output import whole_file
 from slime_tandem.distill.teachability import TopLists
 from slime_tandem.distill.token_bytes import TokenBytes
@@ -43,6 +46,15 @@ QUADRANTS = ("", "high H, high D", "high H, low D", "low H, high D", "low H, low
 _IDS, _VALUES = pa.list_(pa.int32()), pa.list_(pa.float64())
 
 
+Comparison = Literal["tokens", "next_byte"]
+
+
+class _Model(TypedDict):
+    model: str
+    vocabulary: str
+    weights: str | None
+
+
 @dataclass(frozen=True)
 class Format:
     """A kind of file: its columns, the columns that name a row, and the metadata that it must have."""
@@ -50,7 +62,7 @@ class Format:
     name: str
     schema: Any
     key: tuple[str, ...]
-    metadata: tuple[str, ...]
+    metadata: dict[str, Any]  # name: type
 
 
 BANK = Format(
@@ -80,7 +92,16 @@ BANK = Format(
         ]
     ),
     ("sample", "position"),
-    ("banks", "k", "missing_mass", "compatibility", "normalisation", "comparison", "student", "teacher"),
+    {
+        "banks": list[str],
+        "k": Annotated[int, Field(ge=1)],
+        "missing_mass": MissingMass,
+        "compatibility": Compatibility,
+        "normalisation": Normalisation,
+        "comparison": Comparison,
+        "student": _Model,
+        "teacher": _Model,
+    },
 )
 EVALUATION = Format(
     "fixed-context-evaluation",
@@ -96,7 +117,7 @@ EVALUATION = Format(
         ]
     ),
     ("label", "sample", "position"),
-    ("banks", "comparison", "models"),
+    {"banks": list[str], "comparison": Comparison, "models": dict[str, dict[str, Any]]},
 )
 
 Metadata = dict[str, Any]
@@ -171,6 +192,21 @@ def writing(path: Path, kind: Format, metadata: Mapping[str, Any]) -> Iterator[W
         yield Writer(kind, sink)
 
 
+class OneResponse:
+    """Refuses a second response under a name: its contexts would be scored in the first one's text."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def check(self, path: Path, table: pa.Table) -> None:
+        """Look at more rows; raises DataError."""
+        columns = [table.column(name).to_pylist() for name in ("sample", "prompt_ids", "response_ids")]
+        for name, *ids in zip(*columns, strict=True):
+            if self._ids.setdefault(name, hash(tuple(map(tuple, ids)))) != hash(tuple(map(tuple, ids))):
+                expected = "one prompt and one response per sample"
+                raise DataError(explain(f"{path}, sample", name, expected, "give responses names of their own"))
+
+
 class Bank:
     """A file of either kind, opened and its form checked; rows are checked as they are read. A context manager.
 
@@ -222,9 +258,14 @@ class Bank:
         if meta.get("version") != VERSION:
             remedy = "write it again with this version, or read it with the version that wrote it"
             raise DataError(explain(f"{self.path}, version", meta.get("version"), f"version {VERSION}", remedy))
-        for name in self.kind.metadata:
+        for name, kind in self.kind.metadata.items():
             if name not in meta:
                 raise DataError(explain(f"{self.path}, metadata {name}", None, "a value", "write the file again"))
+            try:
+                TypeAdapter(kind).validate_python(meta[name], strict=True)
+            except ValidationError as error:
+                why = error.errors()[0]["msg"]
+                raise DataError(explain(f"{self.path}, metadata {name}", meta[name], why, "write it again")) from None
         return meta
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -234,6 +275,7 @@ class Bank:
         response, and a key that was there before.
         """
         seen: set[tuple[Any, ...]] = set()
+        responses = OneResponse()
         for group in range(self._file.num_row_groups):
             try:
                 table = self._file.read_row_group(group, columns=self.kind.schema.names).combine_chunks()
@@ -243,6 +285,8 @@ class Bank:
                     explain(str(self.path), f"damaged ({why})", "the rows that were written", "write the file again")
                 ) from None
             self._check(table)
+            if self.kind is BANK:
+                responses.check(self.path, table)
             for key in zip(*(table.column(name).to_pylist() for name in self.kind.key), strict=True):
                 if key in seen:
                     remedy = "leave one of them out; merge_token_banks.py refuses duplicates as well"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Format, Metadata, writing
+from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Format, Metadata, OneResponse, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.errors import DataError, explain
 
@@ -31,12 +31,15 @@ def merge(sources: Sequence[Path], output: Path) -> Report:
             metas.append(file.metadata)
     together = _together(sources, metas, kind)
     seen: dict[tuple[Any, ...], Path] = {}
+    responses = OneResponse()
     rows = []
     with writing(output, kind, together) as sink:
         for path in sources:
             n = 0
             with Bank(path, kind) as file:
                 for table in file.batches():
+                    if kind is BANK:
+                        responses.check(path, table)
                     for key in zip(*(table.column(name).to_pylist() for name in kind.key), strict=True):
                         if key in seen:
                             where = f"{path}, ({', '.join(kind.key)})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import difflib
 import io
+import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
+
+from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName, Strategy
 from slime_tandem.errors import ConfigError, RunDirError, explain
@@ -76,18 +79,18 @@ class Method:
         ['tandem.enabled=true', 'tandem.selection_strategy=word', 'tandem.prob_senior=0.25']
         """
         if self.name not in _TANDEM:
-            out = ["opd.enabled=true", f"opd.selection.selector={self.name}", f"opd.selection.ratio={self.number:g}"]
+            out = ["opd.enabled=true", f"opd.selection.selector={self.name}", f"opd.selection.ratio={self.number:.15g}"]
             return out if self.name in ("full", "pure_opd") else [*out, f"opd.selection.top_k={top_k}"]
         out = ["opd.enabled=false", "objective.reward_coef=1.0"]
         strategy = self.name.removeprefix("tandem_")
         fixed = {"solo_grpo": 1.0, "chunk": 0.5, "alternating": 0.5}.get(strategy, self.number)
         if self.number != fixed:
-            entry = f"{self.name}:{self.number:g}:{self.idx}"
-            raise ConfigError(explain("METHOD_LIST", entry, f"the number {fixed:g}, it has no other", "correct it"))
+            entry = f"{self.name}:{self.number:.15g}:{self.idx}"
+            raise ConfigError(explain("METHOD_LIST", entry, f"the number {fixed:.15g}, it has no other", "correct it"))
         if self.name == "solo_grpo":
             return [*out, "tandem.enabled=false", "eval.tandem=true"]
         out += ["tandem.enabled=true", f"tandem.selection_strategy={strategy}"]
-        return out if strategy in ("chunk", "alternating") else [*out, f"tandem.prob_senior={self.number:g}"]
+        return out if strategy in ("chunk", "alternating") else [*out, f"tandem.prob_senior={self.number:.15g}"]
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -122,8 +125,8 @@ class Suite:
 
     def settings(self, method: Method, seed: int) -> list[str]:
         """All overrides of one run."""
-        name = f"{method.idx:03d}-{method.name}-{method.number:g}-seed{seed}"
-        own = [f"name={name}", f"runs_dir={self.folder}", f"seed={seed}"]
+        name = f"{method.idx:03d}-{method.name}-{method.number:.15g}-seed{seed}"
+        own = [f"name={name}", f"runs_dir={json.dumps(str(self.folder))}", f"seed={seed}"]
         return [*self.overrides, *method.overrides(self.top_k), *own]
 
     def runs(self) -> list[tuple[Method, int, RunConfig]]:
@@ -142,18 +145,19 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
     of the folder was started with.
     """
     runs = suite.runs()
-    rows = _merged(suite.folder, runs)
+    _merged(suite.folder, runs)
     for _, _, config in runs:
         if (config.run_dir / "config.yaml").exists():
             require_same_settings(config.run_dir / "config.yaml", config)
     if not dry_run:
         with disk_errors(suite.folder):
             suite.folder.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        replace_file(suite.folder / MAPPING, text.getvalue().encode())
+            with FileLock(suite.folder / ".mapping.lock"):  # another part of the suite may be starting
+                text = io.StringIO()
+                writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(_merged(suite.folder, runs))
+                replace_file(suite.folder / MAPPING, text.getvalue().encode())
     for number, (method, seed, config) in enumerate(runs, 1):
         state = _state(config)
         say(f"[{number}/{len(runs)}] {config.name}: {state}")
@@ -180,7 +184,7 @@ def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list
     old = read_mapping(folder) if (folder / MAPPING).exists() else []
     rows = {row["run"]: row for row in old}
     for method, seed, config in runs:
-        number = f"{method.number:g}"
+        number = f"{method.number:.15g}"
         for row in old:
             if int(row["idx"]) == method.idx and (row["method"], row["ratio"]) != (method.name, number):
                 was = f"{row['method']}:{row['ratio']}:{row['idx']}"

@@ -147,3 +147,13 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(data)
     prints = {weights_fingerprint(p.parent) for p in tmp_path.rglob("*.safetensors")}
     assert len(prints) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("k", "two"), ("k", 0), ("missing_mass", "magic"), ("normalisation", 1), ("student", "x"), ("banks", None)],
+)
+def test_metadata_of_the_wrong_type_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    path = write_bank(tmp_path / "b.parquet", rows(1), **{name: value})
+    with pytest.raises(DataError, match=f"b.parquet, metadata {name}="):
+        Bank(path, BANK)

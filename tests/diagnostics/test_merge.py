@@ -63,3 +63,16 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="label a"):
         merge([a, b], tmp_path / "out.parquet")
     assert not [p for p in tmp_path.iterdir() if "out" in p.name]
+
+
+def test_one_name_is_one_response(tmp_path: Path) -> None:
+    """Positions that do not meet hide that the texts differ: contexts of one would be scored in the other's."""
+    columns = rows(2)
+    halves = [{name: values[at::2] for name, values in columns.items()} for at in (0, 1)]
+    one, two = (write_bank(tmp_path / f"{i}.parquet", half) for i, half in enumerate(halves))
+    merge([one, two], tmp_path / "both.parquet")
+    halves[1]["response_ids"] = [[*ids[:-1], ids[-1] + 1] for ids in halves[1]["response_ids"]]
+    other = write_bank(tmp_path / "other.parquet", halves[1])
+    with pytest.raises(DataError, match=r"other\.parquet, sample='s0': expected one prompt and one response"):
+        merge([one, other], tmp_path / "mixed.parquet")
+    assert not (tmp_path / "mixed.parquet").exists()

@@ -174,3 +174,11 @@ def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:
     for part in ("--methods tip:0.10:30 random:0.10:40 --seeds 3 4", "--top-k 8", "--backend local", "--dry-run"):
         assert part in called
     assert "--set train.steps=5 opd.selection.missing_mass=rest" in called
+
+
+@pytest.mark.parametrize("folder", ["2026", "[x]", "a: b", "it's"])
+def test_any_folder_name_and_every_digit_of_a_ratio(folder: str) -> None:
+    """Settings travel as YAML text: a name is not read as a number, a number is not rounded."""
+    [(_, _, config)] = suite(Path(folder), "tip:0.12345678:10", "0").runs()
+    assert config.run_dir.parent == Path(folder)
+    assert config.opd.selection.ratio == 0.12345678
