@@ -35,6 +35,7 @@ from slime_tandem.errors import (
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
+_IDLE_S = 30.0
 _UNUSABLE_RETRIES = 2
 """Repeats of an answer that lacks something: SGLang loses a log-prob of a retracted request, the next try has it."""
 # ClientError: also an answer that is no HTTP, from whatever else listens there.
@@ -197,8 +198,8 @@ class EngineClient:
         return info
 
     async def flush_cache(self) -> None:
-        """Forget all kept prefixes on the server."""
-        await self._call("POST", "/flush_cache", {}, parse=False)
+        """Forget all kept prefixes on the server, once it is idle; EngineRejectedError if it is busy for half a minute."""
+        await self._call("POST", f"/flush_cache?timeout={_IDLE_S:g}", {}, parse=False)
 
     async def update_weights_from_disk(self, path: str, weight_version: str) -> None:
         """Make the server serve the folder `path` (as the server sees it) under `weight_version`.
@@ -206,6 +207,9 @@ class EngineClient:
         Raises EngineRejectedError if the server refuses the folder (it keeps its old weights), WeightVersionError if it reports
         another version afterwards.
         """
+        # SGLang 0.5.15 ends its scheduler when it cannot flush after an update (weight_updater.py:101), and the step behind a
+        # request's last token, or a request whose client has gone, keeps it from that: wait until it has nothing left.
+        await self.flush_cache()
         body = {"model_path": path, "weight_version": weight_version, "flush_cache": True}
         answer = await self._call("POST", "/update_weights_from_disk", body)
         if not isinstance(answer, dict) or answer.get("success") is not True:

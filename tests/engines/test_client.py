@@ -297,14 +297,32 @@ def test_a_weight_update_is_checked_against_what_the_server_reports() -> None:
     def use(client: EngineClient) -> Awaitable[None]:
         return client.update_weights_from_disk("/weights", "4")
 
-    _, _, received = play([say({"success": True}), say({"weight_version": "4"})], use)
-    assert received[0] == {"model_path": "/weights", "weight_version": "4", "flush_cache": True}
+    idle = say({})
+    _, _, received = play([idle, say({"success": True}), say({"weight_version": "4"})], use)
+    assert received[1] == {"model_path": "/weights", "weight_version": "4", "flush_cache": True}
     with pytest.raises(WeightVersionError, match="'4'"):
-        play([say({"success": True}), say({"weight_version": "3"})], use)
+        play([idle, say({"success": True}), say({"weight_version": "3"})], use)
     with pytest.raises(EngineRejectedError, match="no such folder"):
-        play([say({"success": False, "message": "no such folder"}, 400)], use)
+        play([idle, say({"success": False, "message": "no such folder"}, 400)], use)
     with pytest.raises(EngineError, match="success"):
-        play([say({"success": False, "message": "no"})], use)
+        play([idle, say({"success": False, "message": "no"})], use)
+
+
+def test_a_server_that_is_not_idle_gets_no_weights() -> None:
+    """SGLang ends itself when it cannot flush after an update: it is asked first, and waits."""
+
+    def use(client: EngineClient) -> Awaitable[None]:
+        return client.update_weights_from_disk("/weights", "4")
+
+    asked: list[str] = []
+
+    async def busy(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        asked.append(request.path_qs)
+        return web.json_response({"message": "Flush cache failed."}, status=400)
+
+    with pytest.raises(EngineRejectedError, match="Flush cache failed"):
+        play([busy], use)
+    assert asked == ["/flush_cache?timeout=30"]
 
 
 def test_the_key_is_sent() -> None:
