@@ -16,21 +16,29 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from filelock import FileLock, Timeout
 
-from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Metadata, vocabulary_of, weights_fingerprint, writing
+from slime_tandem.diagnostics.bank import (
+    BANK,
+    EVALUATION,
+    Bank,
+    Comparison,
+    Metadata,
+    vocabulary_of,
+    weights_fingerprint,
+    writing,
+)
 from slime_tandem.diagnostics.output import Report, Row, plain, whole_file, write_report
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.hf import load_model
 from slime_tandem.errors import DataError, ModelError, explain
 from slime_tandem.local.tokenizer import ModelTokenizer
 
-Comparison = Literal["tokens", "next_byte"]
 PART = 32
 """Responses per part file."""
 _END, _OTHER = 256, 257

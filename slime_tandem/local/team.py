@@ -374,9 +374,8 @@ class Team:
         self, prompts: Sequence[Prompt], rollout_id: int, per_prompt: int, rule: HandoffRule, sampling: SamplingConfig
     ) -> list[TandemWriter]:
         most = None
-        if (
-            not self.fused and rule is not self.solo_rule
-        ):  # else nobody waits for another author: one request writes it all
+        # Alone or fused, nobody waits for another author: one request writes it all.
+        if not self.fused and rule is not self.solo_rule:
             most = most_tokens(self.config.engine.tokens_per_request, len(prompts) * per_prompt)
         return [
             self._writer(
