@@ -81,8 +81,8 @@ class TandemSample:
     sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there; `inserted_messages`, one
     tuple per span or none at all, are the chat turns that a span shows, for a teacher with another template.
     `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
-    empty if not asked for. `fallback_runs`: run numbers that were the junior's by the rule and that the senior wrote,
-    because the junior's text has no exact form in the senior's vocabulary. `discarded_tokens` were generated past a
+    empty if not asked for. `fallback_starts`: where the senior took over a run that was the junior's by the rule, to that
+    run's end, because text of one has no exact form in the other's vocabulary. `discarded_tokens` were generated past a
     handoff and dropped; `requests` is the number of engine requests.
 
     >>> s = TandemSample(SampleKey(0, 0, 0), 0, Prompt("p", (), None, "t"), (1, 2), (5, 6, 7), (1, 1, 0),
@@ -105,7 +105,7 @@ class TandemSample:
     requests: int = 0
     inserted: tuple[tuple[int, int], ...] = ()
     senior_log_probs: tuple[float, ...] = ()
-    fallback_runs: tuple[int, ...] = ()
+    fallback_starts: tuple[int, ...] = ()
     inserted_messages: tuple[tuple[Message, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -289,15 +289,15 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         configs = {s: make_folder(work / s, s, args.tokenizer) for s in sorted({s for p in pairs for s in p})}
         digest = write_tables(work / "tables.npy", [rule.boundary], QWEN3["vocab_size"])
-        for size in configs:
-            with served(args, work / size, logs / f"{size}.log", None) as url:
-                measure(args, url, size, None, rows)
-        for senior, junior in pairs:
+        for senior, junior in pairs:  # before the solo engines: a run that is cut short has what nothing else can give
             override = override_args(
                 configs[senior], configs[junior], junior_folder=None, tables=work / "tables.npy", tables_sha256=digest
             )
             with served(args, work / senior, logs / f"{senior}+{junior}.log", override) as url:
                 measure(args, url, f"fused {senior}+{junior}", rule, rows)
+        for size in configs:
+            with served(args, work / size, logs / f"{size}.log", None) as url:
+                measure(args, url, size, None, rows)
         print_table(pairs, rows)
 
 

@@ -116,7 +116,7 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: fro
         "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
         "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
-        "tandem/fallback_runs": float(sum(len(s.fallback_runs) for s in samples)),
+        "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),
     }
     metrics.update(teacher_metrics(scored, eos_ids))
     return metrics

@@ -149,23 +149,24 @@ class HandoffRule:
         tokens: Sequence[int],
         *,
         inserted: Iterable[tuple[int, int]] = (),
-        fallback_runs: Collection[int] = (),
+        fallback_starts: Collection[int] = (),
     ) -> tuple[int, ...]:
         """The authorship_mask [R] of a response: 1 senior, 0 junior. Shares `ends_run` and `author` with the rollout.
 
         `inserted` spans `[start, stop)` hold text that nobody sampled: 0 there, and the next run starts after them.
-        `fallback_runs` are run numbers that the senior wrote in the junior's place (`TandemSample.fallback_runs`).
+        From each of `fallback_starts` (`TandemSample.fallback_starts`) to its run's end the senior wrote in the junior's place.
         """
-        akey, run, length = author_key(key), 0, 0
+        akey, run, length, fallen = author_key(key), 0, 0, False
         foreign = {i for start, stop in inserted for i in range(start, stop)}
         mask = []
         for i, token in enumerate(tokens):
             if i in foreign:
-                run, length = run + (length > 0), 0
+                run, length, fallen = run + (length > 0), 0, False
                 mask.append(0)
                 continue
-            mask.append(SENIOR if run in fallback_runs else self.author(akey, run))
+            fallen = fallen or i in fallback_starts
+            mask.append(SENIOR if fallen else self.author(akey, run))
             length += 1
             if self.ends_run(token, length):
-                run, length = run + 1, 0
+                run, length, fallen = run + 1, 0, False
         return tuple(mask)

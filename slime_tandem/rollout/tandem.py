@@ -128,7 +128,8 @@ class TandemWriter:
         self._runs: list[AuthorRun] = []
         self._inserted: list[tuple[int, int]] = []
         self._messages: list[tuple[Message, ...]] = []
-        self._fallback_runs: list[int] = []
+        self._fallback_starts: list[int] = []
+        self._fallen = False  # the senior writes the rest of this run of the junior's
         self._turn = bytearray()  # text of the current turn, for stop strings that cross a handoff
         self._cut = 0  # bytes at the end of the text that belong to a stop string
         self._discarded = 0
@@ -161,7 +162,7 @@ class TandemWriter:
                 )
             )
         again = rule.authorship(
-            sample.key, sample.response_ids, inserted=sample.inserted, fallback_runs=sample.fallback_runs
+            sample.key, sample.response_ids, inserted=sample.inserted, fallback_starts=sample.fallback_starts
         )
         if again != sample.authorship_mask:
             at = next(i for i, (a, b) in enumerate(zip(again, sample.authorship_mask, strict=True)) if a != b)
@@ -173,11 +174,12 @@ class TandemWriter:
                     "resume with the tandem settings that the sample was written under",
                 )
             )
-        writer._fallback_runs = list(sample.fallback_runs)
+        writer._fallback_starts = list(sample.fallback_starts)
         starts = dict(sample.inserted)
         turns = iter(sample.inserted_messages or [()] * len(sample.inserted))
         i = 0
         while i < len(sample.response_ids):
+            writer._fallen = writer._fallen or i in sample.fallback_starts
             if i in starts:
                 writer._finish = None
                 writer._insert(sample.response_ids[i : starts[i]], next(turns))
@@ -185,6 +187,7 @@ class TandemWriter:
             else:
                 writer._append(sample.response_ids[i], sample.log_probs[i])
                 i += 1
+        writer._fallen = writer._fallen or i in sample.fallback_starts
         writer._runs = list(sample.runs)
         writer._discarded, writer._requests = sample.discarded_tokens, sample.requests
         writer._scored = 0
@@ -221,7 +224,7 @@ class TandemWriter:
         return self._score_junior and self._finish != "abort" and self._scored < len(self.response_ids)
 
     def _author(self) -> int:
-        return SENIOR if self._run in self._fallback_runs else self.rule.author(self._akey, self._run)
+        return SENIOR if self._fallen else self.rule.author(self._akey, self._run)
 
     def next_request(self) -> tuple[int, GenerateRequest]:
         """(author, request) for the chain of runs that the next author writes.
@@ -248,8 +251,7 @@ class TandemWriter:
         budget = self.sampling.max_new_tokens - len(self.response_ids)
         pattern: str | None = None
         stop_ids = tuple(sorted(self._eos_ids(author)))
-        fallback = self._run in self._fallback_runs
-        runs = 1 if fallback else self.rule.runs_until_change(self._akey, self._run, budget)
+        runs = 1 if self._fallen else self.rule.runs_until_change(self._akey, self._run, budget)
         if runs is not None:
             if self.rule.run_cap is not None:
                 budget = min(budget, runs * self.rule.run_cap - self._run_length)
@@ -393,6 +395,7 @@ class TandemWriter:
         self._log_probs += [0.0] * len(ids)
         self._senior_log_probs += [None] * len(ids)
         self._run, self._run_length = self._run + (self._run_length > 0), 0
+        self._fallen = False
         self._turn.clear()
         self._cut = 0
 
@@ -413,6 +416,7 @@ class TandemWriter:
             self._finish = "length"
         if self.rule.ends_run(token, self._run_length):
             self._run, self._run_length = self._run + 1, 0
+            self._fallen = False
 
     def _stop_string(self, added: int) -> int:
         """Bytes from the first stop string that the last `added` bytes completed to the end; 0: none."""
@@ -430,7 +434,8 @@ class TandemWriter:
                     "set tandem.on_unexpressible=senior, or use a junior of the senior's family",
                 )
             )
-        self._fallback_runs.append(self._run)
+        self._fallback_starts.append(len(self.response_ids))
+        self._fallen = True
 
     def _take_scores(self, result: GenerateResult, stop: int) -> None:
         """Fill the senior's log-probs of response tokens `_scored .. stop` from the input log-probs of an answer."""
@@ -471,8 +476,8 @@ class TandemWriter:
         """The finished response. The recorded authorship is proven equal to the recomputed one."""
         assert self.done, "the response is not finished"
         assert self._finish is not None
-        inserted, fallback = tuple(self._inserted), tuple(self._fallback_runs)
-        authors = self.rule.authorship(self.key, self.response_ids, inserted=inserted, fallback_runs=fallback)
+        inserted, fallback = tuple(self._inserted), tuple(self._fallback_starts)
+        authors = self.rule.authorship(self.key, self.response_ids, inserted=inserted, fallback_starts=fallback)
         assert authors == tuple(self._authors)
         scores: tuple[float, ...] = ()
         if self._score_junior and self._finish != "abort":
@@ -493,7 +498,7 @@ class TandemWriter:
             inserted=inserted,
             inserted_messages=tuple(self._messages) if any(self._messages) else (),
             senior_log_probs=scores,
-            fallback_runs=fallback,
+            fallback_starts=fallback,
         )
 
 

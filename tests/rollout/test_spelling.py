@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, get_args
 
@@ -22,7 +23,7 @@ from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText, Speller
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey
+from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey
 
 PROMPT = Prompt("p", (), None, "t")
 
@@ -139,7 +140,7 @@ def test_the_loop_keeps_both_views_of_one_text(
         engine.writers[f"{seed}-0-0"] = writer
     sample = asyncio.run(write_one(writer, who))  # type: ignore[arg-type]
     assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
-    assert sample.fallback_runs == (), "two byte-level vocabularies can always tell each other what was written"
+    assert sample.fallback_starts == (), "two byte-level vocabularies can always tell each other what was written"
     assert len(sample.response_ids) <= cap
     ended = sample.response_ids[-1] in senior.tokens.eos_ids
     assert sample.finish_reason == ("stop" if ended else "length")
@@ -153,12 +154,16 @@ NARROW = TokenBytes((None, b"a", b" b"), frozenset({0}), frozenset({0}))
 WIDE = TokenBytes((b"a", b" b", b"z", None, None), frozenset({3, 4}), frozenset({3}))
 
 
-def narrow_writer(refuse: bool, junior_ids: Sequence[int]) -> tuple[TandemWriter, dict[int, Scripted]]:
+ALTERNATING = HandoffRule("alternating", 0.5, 4, 2, frozenset())
+
+
+def narrow_writer(
+    refuse: bool, junior_ids: Sequence[int], rule: HandoffRule = ALTERNATING, seed: int = 0
+) -> tuple[TandemWriter, dict[int, Scripted]]:
     senior = Speller(NARROW, lambda t: [1 if c == "a" else 2 for c in t.replace(" b", "b") if c in "ab"], 0)
     junior = Speller(WIDE, lambda t: ["ab".index(c) for c in t.replace(" b", "b")], 3, {"<tool>": 4})
-    rule = HandoffRule("alternating", 0.5, 4, 2, frozenset())
     writer = TandemWriter(
-        SampleKey(0, 0, 0), 3, PROMPT, (1,), rule, SamplingConfig(max_new_tokens=6), NARROW,
+        SampleKey(seed, 0, 0), 3, PROMPT, (1,), rule, SamplingConfig(max_new_tokens=12), NARROW,
         junior_text=JuniorText(junior, senior, (0,)), refuse_fallback=refuse,
     )  # fmt: skip
     who = {
@@ -166,7 +171,7 @@ def narrow_writer(refuse: bool, junior_ids: Sequence[int]) -> tuple[TandemWriter
         JUNIOR: Scripted(JUNIOR, junior, (0,), junior_ids, False),
     }
     for engine in who.values():
-        engine.writers["0-0-0"] = writer
+        engine.writers[f"{seed}-0-0"] = writer
     return writer, who
 
 
@@ -174,12 +179,51 @@ def narrow_writer(refuse: bool, junior_ids: Sequence[int]) -> tuple[TandemWriter
 def test_a_span_without_an_exact_form_falls_back_to_the_senior_and_is_counted(unknown: int) -> None:
     writer, who = narrow_writer(False, (unknown,))
     sample = asyncio.run(write_one(writer, who))  # type: ignore[arg-type]
-    assert sample.response_ids == (1,) * 6
-    assert sample.authorship_mask == (1,) * 6
-    assert sample.fallback_runs == (1, 3, 5), "every junior run, by its number"
-    assert writer.rule.authorship(sample.key, sample.response_ids) == (1, 0, 1, 0, 1, 0)
-    again = writer.rule.authorship(sample.key, sample.response_ids, fallback_runs=sample.fallback_runs)
+    assert sample.response_ids == (1,) * 12
+    assert sample.authorship_mask == (1,) * 12
+    assert sample.fallback_starts == (1, 3, 5, 7, 9, 11), "the first token of every junior run"
+    assert writer.rule.authorship(sample.key, sample.response_ids) == (1, 0) * 6
+    again = writer.rule.authorship(sample.key, sample.response_ids, fallback_starts=sample.fallback_starts)
     assert again == sample.authorship_mask
+
+
+def test_a_run_that_the_junior_began_is_finished_by_the_senior() -> None:
+    """The junior writes "a" or the special token that the senior has no twin of, three tokens a run."""
+    rule = HandoffRule("chunk", 0.5, 4, 3, frozenset())
+    shared = 0
+    for seed in range(20):
+        writer, who = narrow_writer(False, (0, 4), rule, seed)
+        sample = asyncio.run(write_one(writer, who))  # type: ignore[arg-type]
+        mask, starts = sample.authorship_mask, sample.fallback_starts
+        assert mask == rule.authorship(sample.key, sample.response_ids, fallback_starts=starts)
+        for run in range(4):
+            here = mask[3 * run : 3 * run + 3]
+            taken = [start - 3 * run for start in starts if start // 3 == run]
+            assert here == (
+                (1, 1, 1) if run % 2 == 0 else (0,) * taken[0] + (1,) * (3 - taken[0]) if taken else (0,) * 3
+            )
+            shared += here not in ((1, 1, 1), (0, 0, 0))
+        for cut in range(1, len(mask)):
+            begun = replace(
+                sample, response_ids=sample.response_ids[:cut], log_probs=sample.log_probs[:cut], finish_reason="abort",
+                authorship_mask=mask[:cut], fallback_starts=tuple(s for s in starts if s <= cut),
+                runs=(AuthorRun(SENIOR, 0, cut, "v"),),
+            )  # fmt: skip
+            again = TandemWriter.resume(
+                begun,
+                rule,
+                writer.sampling,
+                NARROW,
+                junior_text=JuniorText(who[JUNIOR].speller, who[SENIOR].speller, (0,)),
+            )
+            for engine in who.values():
+                engine.writers[f"{seed}-0-0"] = again
+            resumed = asyncio.run(write_one(again, who))  # type: ignore[arg-type]
+            assert resumed.authorship_mask == rule.authorship(
+                resumed.key, resumed.response_ids, fallback_starts=resumed.fallback_starts
+            )
+            assert resumed.fallback_starts[: len(begun.fallback_starts)] == begun.fallback_starts
+    assert shared > 5, "some runs have two authors"
 
 
 def test_a_span_without_an_exact_form_can_be_refused() -> None:
@@ -195,7 +239,7 @@ def test_a_span_without_an_exact_form_can_be_refused() -> None:
 def test_the_expressible_part_of_an_answer_is_kept() -> None:
     writer, who = narrow_writer(False, (0,))
     sample = asyncio.run(write_one(writer, who))  # type: ignore[arg-type]
-    assert (sample.authorship_mask, sample.fallback_runs) == ((1, 0, 1, 0, 1, 0), ())
+    assert (sample.authorship_mask, sample.fallback_starts) == ((1, 0) * 6, ())
     text = JuniorText(who[JUNIOR].speller, who[SENIOR].speller, (0,))
     found = text.translate((0, 4, 0), (-0.5, -0.25, -0.125))
     assert (found.ids, found.log_probs, found.complete) == ((1,), (-0.5,), False)

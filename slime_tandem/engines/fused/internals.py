@@ -12,7 +12,7 @@ import json
 import sys
 from importlib import metadata
 
-KNOWN_VERSIONS = ("0.5.15.post1",)
+KNOWN_VERSIONS = ("0.5.15.post1", "0.5.23")
 """Releases on which the tests of this package pass."""
 
 INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -25,7 +25,7 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
     ("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks", ()),
     ("sglang.srt.plugins.hook_registry", "HookType.AROUND", ()),
-    ("sglang.srt.server_args", "get_global_server_args", ()),
+    ("sglang.srt.runtime_context", "get_server_args", ()),
     ("sglang.srt.model_executor.forward_context", "get_req_to_token_pool", ()),
     ("sglang.srt.model_executor.forward_context", "get_token_to_kv_pool", ()),
     (

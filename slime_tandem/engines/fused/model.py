@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
-from sglang.srt.server_args import get_global_server_args
+from sglang.srt.runtime_context import get_server_args
 
 from slime_tandem.engines.fused import internals, pair, report
 from slime_tandem.engines.fused.state import Authors
@@ -39,7 +39,7 @@ class TandemModel:
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         tandem = config.tandem
-        refuse_unsupported(get_global_server_args())
+        refuse_unsupported(get_server_args())
         senior = copy.deepcopy(config)
         senior.num_hidden_layers = tandem["senior_layers"]
         if getattr(senior, "layer_types", None):

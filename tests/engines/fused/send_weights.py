@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -35,8 +36,11 @@ def post_or_end(path: str, **body: Any) -> None:
 
 def post(path: str, **body: Any) -> None:
     request = urllib.request.Request(f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    answer = json.loads(urllib.request.urlopen(request, timeout=120).read())
-    assert answer["success"], answer
+    try:
+        answer = urllib.request.urlopen(request, timeout=120).read()
+    except urllib.error.HTTPError as error:  # its body says why
+        answer = error.read()
+    assert json.loads(answer)["success"], answer
 
 
 # Another process opens them by name; the default strategy hands on descriptors, to children only.
