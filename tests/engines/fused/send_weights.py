@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -46,6 +47,9 @@ def post(path: str, **body: Any) -> None:
 # Another process opens them by name; the default strategy hands on descriptors, to children only.
 torch.multiprocessing.set_sharing_strategy("file_system")
 weights = list(load_file(file).items())
+in_sessions = hasattr(io_struct, "BeginWeightUpdateReqInput")  # newer releases take weights between these two calls only
+if in_sessions:
+    post("begin_weight_update")
 if way == "distributed":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,3 +81,5 @@ else:
     data = base64.b64encode(MultiprocessingSerializer.serialize(payload)).decode()
     kind = {"load_format": "flattened_bucket"} if way == "bucket" else {}
     post("update_weights_from_tensor", serialized_named_tensors=[data], weight_version=version, **kind)
+if in_sessions:
+    post("end_weight_update")
