@@ -36,7 +36,7 @@ LIGHT = [
 
 # Lower layers never import higher ones: types/config/errors <- pure modules <- engines <- local, report <- cli.
 LAYERS = {
-    "types": 0, "config": 0, "errors": 0, "signals": 0, "engines.protocol": 0,
+    "types": 0, "config": 0, "errors": 0, "signals": 0, "files": 0, "engines.protocol": 0,
     "rollout": 1, "distill": 1, "objective": 1, "evaluation.statistics": 1, "evaluation.scoring": 1,
     "engines": 2, "slime_hooks": 3, "local": 3, "report": 3, "evaluation": 3, "diagnostics": 3, "cli": 4, "__main__": 5,
 }  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from slime_tandem.cli import main
+from slime_tandem.diagnostics.arguments import analysis_parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,22 +21,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="analyze_fixed_context_gain.py",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    p.add_argument("bank", type=Path, metavar="BANK.parquet")
-    p.add_argument("evaluations", type=Path, nargs="+", metavar="EVALUATION.parquet", help="one or more files")
-    p.add_argument(
-        "--output", type=Path, required=True, metavar="PREFIX", help="PREFIX.csv, .json and .svg are written"
-    )
-    p.add_argument("--before", default="before", help="label of the evaluation before training")
-    p.add_argument("--after", default="after", help="label of the one after")
+    p = analysis_parser("analyze_fixed_context_gain.py", __doc__)
     p.add_argument("--min-kl", type=float, default=1e-3, help="least KL before, nats, of a relative gain")
     p.add_argument("--caliper", type=float, default=0.25, help="furthest match, in standard deviations")
-    p.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over responses")
-    p.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     p.set_defaults(action=run)
     return p
 

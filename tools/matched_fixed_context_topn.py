@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from slime_tandem.cli import main
+from slime_tandem.diagnostics.arguments import analysis_parser
 
 METHODS = "teachability teachability_entropy entropy tip divergence compatibility dincompat_high random"
 
@@ -34,23 +34,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="matched_fixed_context_topn.py",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    p.add_argument("bank", type=Path, metavar="BANK.parquet")
-    p.add_argument("evaluations", type=Path, nargs="+", metavar="EVALUATION.parquet", help="one or more files")
-    p.add_argument(
-        "--output", type=Path, required=True, metavar="PREFIX", help="PREFIX.csv, .json and .svg are written"
-    )
+    p = analysis_parser("matched_fixed_context_topn.py", __doc__)
     p.add_argument("--methods", nargs="+", default=METHODS.split(), help="selectors or their script names")
     p.add_argument("--top-n", type=int, help="contexts per selector (none: a tenth of the bank)")
-    p.add_argument("--before", default="before", help="label of the evaluation before training")
-    p.add_argument("--after", default="after", help="label of the one after")
     p.add_argument("--caliper", type=float, default=0.25, help="furthest match, in standard deviations")
-    p.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over responses")
-    p.add_argument("--seed", type=int, default=0, help="of the bootstrap and of ties")
     p.set_defaults(action=run)
     return p
 

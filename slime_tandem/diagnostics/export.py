@@ -81,13 +81,17 @@ class _Scored:
 
 
 def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[str], None]) -> Report:
-    """Write the bank to `output`, and beside it a report of what is in it. Starts the servers that it needs and stops them.
+    """Write the bank to `output`, FILE.parquet, and beside it a report of what is in it. Starts the servers that it needs
+    and stops them.
 
-    Raises ConfigError for a plan that cannot be, DataError for broken responses, EngineError kinds, and what `Team` raises.
+    Raises ConfigError for a plan that cannot be and for another ending of `output` (the report's files are named by it),
+    DataError for broken responses, EngineError kinds, and what `Team` raises.
     """
     for field, value in (("--sequences", plan.sequences), ("--positions", plan.per_sequence), ("--top-k", plan.top_k)):
         if value < 1:
             raise ConfigError(explain(field, value, "at least 1", "raise it"))
+    if output.suffix != ".parquet":
+        raise ConfigError(explain("--output", str(output), "a name that ends in .parquet", "rename it"))
     if plan.compatibility == "prefix":
         remedy = "choose mass, overlap or bhattacharyya"
         raise ConfigError(

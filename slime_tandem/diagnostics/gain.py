@@ -312,7 +312,11 @@ def match(features: FloatArray, treated: BoolArray, control: BoolArray, caliper:
     >>> m = match(np.array([[0.0], [0.1], [9.0], [1.0]]), treated, ~treated)
     >>> m.treated.tolist(), m.control.tolist(), m.unmatched
     ([0], [1], 1)
+
+    Raises DataError unless the caliper is a number of at least 0.
     """
+    if not caliper >= 0:
+        raise DataError(explain("caliper", caliper, "a number of standard deviations, at least 0", "e.g. 0.25"))
     a, b = np.flatnonzero(treated), np.flatnonzero(control)
     if not len(a) or not len(b):
         return Matches(a[:0], b[:0], len(a))
@@ -355,7 +359,12 @@ def thirds(c: Contexts, inside: BoolArray) -> tuple[BoolArray, BoolArray]:
 
 
 def analyze(c: Contexts, setup: Metadata, *, resamples: int, seed: int, floor: float, caliper: float) -> Report:
-    """The report of `tools/analyze_fixed_context_gain.py`: both kinds of gain, quadrants, regressions, thirds, matching."""
+    """The report of `tools/analyze_fixed_context_gain.py`: both kinds of gain, quadrants, regressions, thirds, matching.
+
+    Raises DataError unless `floor` (nats, the least KL before of a relative gain) is above 0, and as `match` for the caliper.
+    """
+    if not floor > 0:
+        raise DataError(explain("min_kl", floor, "nats above 0, which a relative gain is divided by", "e.g. 1e-3"))
     rows: list[Row] = []
     notes = [*setup["notes"], _NESTED]
     references: dict[str, float] = {}

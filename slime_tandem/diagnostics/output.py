@@ -1,13 +1,11 @@
-"""Files that are there whole or not at all, and the one shape of every tool's result: rows, as table, CSV, JSON and SVG."""
+"""The one shape of every tool's result: rows, as table, CSV, JSON and SVG."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,26 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.evaluation.statistics import Estimate
+from slime_tandem.files import whole_file
 from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
 
 _COLUMNS = ("section", "name", "value", "low", "high", "unit", "n", "reason")
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path`, fsynced, when the block ends, and is removed on an error.
-
-    What a killed process leaves is a hidden file `.NAME.unfinished`, which the next try overwrites.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

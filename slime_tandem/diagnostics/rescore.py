@@ -33,10 +33,11 @@ from slime_tandem.diagnostics.bank import (
     weights_fingerprint,
     writing,
 )
-from slime_tandem.diagnostics.output import Report, Row, plain, whole_file, write_report
+from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.hf import load_model
 from slime_tandem.errors import DataError, ModelError, explain
+from slime_tandem.files import whole_file
 from slime_tandem.local.tokenizer import ModelTokenizer
 
 PART = 32

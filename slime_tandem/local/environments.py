@@ -6,6 +6,7 @@ markup; nobody sampled them (no loss), and each teacher reads them in the markup
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -111,7 +112,8 @@ class Environments:
             return None
         where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
         try:
-            answer = respond(writer.prompt, chat)
+            # A copy: what a function does to its arguments is no part of the run.
+            answer = respond(copy.deepcopy(writer.prompt), chat)
             messages = await answer if inspect.isawaitable(answer) else answer
         except (Exception, SystemExit) as error:  # the user's code
             why = " ".join(f"{type(error).__name__}: {error}".split())

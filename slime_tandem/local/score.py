@@ -25,6 +25,7 @@ from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.hf import check_model_folder, check_served_model
 from slime_tandem.engines.launch import ServerProcess
 from slime_tandem.errors import DataError, TeacherScoreError, explain
+from slime_tandem.files import whole_file
 from slime_tandem.local.pretrain import resolve_model
 from slime_tandem.local.tasks import parse_messages
 from slime_tandem.local.tokenizer import ModelTokenizer
@@ -123,22 +124,15 @@ async def _score(
         )
         check_teacher(teacher)
         scoring = Scoring(job.policy, job.top_k)
-        unfinished = job.output.with_name(
-            f".{job.output.name}.{os.getpid()}.unfinished"
-        )  # another run may have this output
-        try:
-            with unfinished.open("w", encoding="utf-8") as out:
-                for at in range(0, len(samples), _PART):
-                    part = samples[at : at + _PART]
-                    scores = await teacher.score([s for _, s in part], scoring)
-                    for (name, sample), score in zip(part, scores, strict=True):
-                        out.write(json.dumps(_row(name, sample, score), ensure_ascii=False, allow_nan=False) + "\n")
-                        failed += isinstance(score, TeacherScoreError)
-                        if isinstance(score, AlignedScores):
-                            covered, total = covered + int(score.mask.sum()), total + len(score.mask)
-            unfinished.replace(job.output)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with whole_file(job.output) as unfinished, unfinished.open("w", encoding="utf-8") as out:
+            for at in range(0, len(samples), _PART):
+                part = samples[at : at + _PART]
+                scores = await teacher.score([s for _, s in part], scoring)
+                for (name, sample), score in zip(part, scores, strict=True):
+                    out.write(json.dumps(_row(name, sample, score), ensure_ascii=False, allow_nan=False) + "\n")
+                    failed += isinstance(score, TeacherScoreError)
+                    if isinstance(score, AlignedScores):
+                        covered, total = covered + int(score.mask.sum()), total + len(score.mask)
     return ScoreResult(len(samples), failed, covered / total if total else None)
 
 

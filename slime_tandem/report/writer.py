@@ -26,6 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError, explain, explain_os_error
+from slime_tandem.files import whole_file
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
@@ -321,12 +322,8 @@ def _write_all(file: FileIO, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a whole file so that a kill leaves either the old or the new one."""
-    new = path.with_name(path.name + ".new")
-    with disk_errors(path):
-        with new.open("wb", buffering=0) as file:
-            _write_all(file, content)
-            os.fsync(file.fileno())
-        new.replace(path)
+    with disk_errors(path), whole_file(path) as unfinished, unfinished.open("wb", buffering=0) as file:
+        _write_all(file, content)
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, top_lists, weights_fingerprint, writing
-from slime_tandem.diagnostics.output import whole_file
 from slime_tandem.errors import DataError
+from slime_tandem.files import whole_file
 
 from .conftest import FACTS, rows, write_bank
 

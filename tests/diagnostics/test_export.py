@@ -106,6 +106,8 @@ def test_the_same_command_makes_the_same_bank(trio: Any, served: list[str], tmp_
     two = RunConfig.load(None, ["opd.teachers=[{name: a, model: x}, {name: b, model: y}]"])
     with pytest.raises(ConfigError, match=r"opd\.teachers.*one teacher for a bank"):
         export_bank(two, PLAN, tmp_path / "c.parquet", lambda _: None)
+    with pytest.raises(ConfigError, match=r"--output=.*c\.csv': expected a name that ends in \.parquet"):
+        export_bank(config, PLAN, tmp_path / "c.csv", lambda _: None)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 6), st.integers(0, 99), st.booleans())

@@ -193,6 +193,14 @@ def joined(folder: Path, **facts: Any) -> tuple[Path, Path, Path]:
     return bank, one, two
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_caliper_and_a_floor_that_mean_nothing_are_refused(value: float) -> None:
+    with pytest.raises(DataError, match=r"caliper.*at least 0"):
+        match(np.zeros((2, 1)), np.array([True, False]), np.array([False, True]), value)
+    with pytest.raises(DataError, match=r"min_kl.*nats above 0"):
+        analyze(None, {}, resamples=1, seed=0, floor=value, caliper=1.0)  # type: ignore[arg-type]
+
+
 def test_files_are_joined_by_name_and_reported_whole(tmp_path: Path) -> None:
     bank, one, two = joined(tmp_path)
     c, table, setup = load_contexts(bank, [one, two], "before", "after")

@@ -150,6 +150,13 @@ def test_an_environment_that_misbehaves_is_named(
         ask(student, name, written(student, "x"))
 
 
+def test_an_environment_cannot_change_the_prompt(student: ModelTokenizer, own: Callable[[str, str], str]) -> None:
+    name = own("greedy", "def f(prompt, chat):\n    prompt.metadata.clear()\n    return [Message('tool', 'x')]")
+    writer = written(student, "x")
+    assert ask(student, name, writer) is not None
+    assert writer.prompt.metadata == PROMPT.metadata != {}
+
+
 def test_turns_without_an_environment_are_refused() -> None:
     with pytest.raises(ConfigError, match="`max_turns` needs an `environment`"):
         RunConfig.from_mapping({"tasks": [{"family": "chain_sum", "max_turns": 3}]})

@@ -47,7 +47,9 @@ def post(path: str, **body: Any) -> None:
 # Another process opens them by name; the default strategy hands on descriptors, to children only.
 torch.multiprocessing.set_sharing_strategy("file_system")
 weights = list(load_file(file).items())
-in_sessions = hasattr(io_struct, "BeginWeightUpdateReqInput")  # newer releases take weights between these two calls only
+in_sessions = hasattr(
+    io_struct, "BeginWeightUpdateReqInput"
+)  # newer releases take weights between these two calls only
 if in_sessions:
     post("begin_weight_update")
 if way == "distributed":
