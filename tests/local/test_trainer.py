@@ -142,6 +142,7 @@ def test_kl_to_the_start_is_zero_there_and_grows(trio) -> None:  # type: ignore[
     p = policy(trio, cfg)
     trainer = Trainer(cfg, p, MegatronPolicy.from_hf(trio.senior, None, threads=1))
     rows = rows_for(p, SENIOR_ONLY, NONE)
+    rows = [replace(row, ref_log_probs=row.old_log_probs) for row in rows]
     assert trainer.update(rows)["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert trainer.update(rows)["train/kl_loss"] > 1e-6
 
