@@ -47,6 +47,10 @@ class Trainer:
             return None
         return self._score(self.reference, [Response.of(sample) for sample in samples])
 
+    def own_log_probs(self, rows: Sequence[Sequenced]) -> list[FloatArray]:
+        """Log-probs [R] of the policy's present weights per row, nats, as `update` computes them."""
+        return self._score(self.policy, rows)
+
     def update(self, rows: Sequence[TrainRow]) -> dict[str, float | None]:
         """Learn from one rollout; returns `train/...` metrics, means over its optimizer steps.
 
@@ -143,7 +147,7 @@ class Trainer:
         if objective.rollout_weights == "none":
             return rows, None
         out, masked = [], 0
-        for row, own in zip(rows, self._score(self.policy, rows), strict=True):
+        for row, own in zip(rows, self.own_log_probs(rows), strict=True):
             used = (row.weights > 0) | (row.opd_weights > 0)
             raw = torch.from_numpy(np.where(used, own - row.old_log_probs, 0.0)).float().exp()
             keep = bounded_rollout_weights(raw, objective).numpy() > 0
