@@ -29,6 +29,7 @@ from slime_tandem.local.trainer import Trainer
 from slime_tandem.types import FloatArray, ScoredSample
 
 Say = Callable[[Finding], None]
+_NEVER_SAMPLED = {"bos", "pad", "unk"}
 _ROLLOUT_ID = 2**62 + 2
 """Draws of its own: neither training's nor evaluation's."""
 
@@ -54,7 +55,7 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         tasks = TaskSet(config.tasks, config.seed)
         team = Team(config, config.run_dir / "logs")
         policy = _policy(config, team)
-        add(Finding("models", "pass", ", ".join(f"{role} {team.folders[role].name}" for role in team.roles)))
+        add(Finding("models", "pass", ", ".join(f"{role}: {team.folders[role]}" for role in team.roles)))
         width = policy.architecture.vocab_size
         add(attempt("tokenizer", lambda: probes.tokenizer(team.student, "senior", width)))
         for role in team.roles[1:]:
@@ -176,7 +177,8 @@ class _Bedside:
             out.append(Finding("teacher scores", "pass", detail))
         for teacher in self.team.panel.teachers:
             name = f"special tokens, {teacher.name}"
-            lost = [] if teacher.aligner.same_vocabulary else teacher.aligner.special.unmapped
+            rows = () if teacher.aligner.same_vocabulary else teacher.aligner.special.unmapped
+            lost = [row for row in rows if set(row.roles) - _NEVER_SAMPLED]
             if lost:
                 told = "; ".join(map(str, lost))
                 out.append(Finding(name, "warn", f"no counterpart: {told}", "these are masked where they are sampled"))
