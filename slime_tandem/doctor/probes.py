@@ -173,6 +173,9 @@ def kl_parity(logits: Tensor, objective: ObjectiveConfig) -> Finding:
     detail = f"k1, k2, k3 within {off:.1g} nats of the closed forms on {len(rows)} positions; 0 to itself"
     if not (off <= 1e-6 * max(1.0, exact) and zero == 0):
         return Finding("KL parity", "fail", detail, "the model's logits are not finite, or report this")
+    if objective.kl_coef > 0 and objective.kl_in == "loss" and objective.kl_estimator == "k1":
+        told = "as a loss term, k1 has no expected gradient: the KL holds nothing back"
+        return Finding("KL parity", "warn", told, "set objective.kl_estimator=k2 or k3, or objective.kl_in=reward")
     return Finding("KL parity", "pass", detail)
 
 

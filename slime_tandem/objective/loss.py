@@ -185,6 +185,7 @@ def tandem_loss(
         raw = torch.where(used, batch.old_log_probs - engine, 0.0).detach().exp()
     rollout_weights = bounded_rollout_weights(raw, objective)
 
+    assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
     reduced = weights  # pg and kl: what each token counts
     if objective.reduction == "sequence_mean":
         sequences = _sequences(batch)

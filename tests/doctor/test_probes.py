@@ -62,6 +62,9 @@ def test_agreement_and_replay() -> None:
 def test_kl_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
     assert probes.kl_parity(logits, ObjectiveConfig()).status == "pass"
+    blind = ObjectiveConfig(kl_coef=0.1, kl_estimator="k1")
+    assert probes.kl_parity(logits, blind).status == "warn"
+    assert probes.kl_parity(logits, blind.model_copy(update={"kl_in": "reward"})).status == "pass"
     mislabelled = {"k1": "k1", "k2": "k3", "k3": "k2"}  # as the checklist's sample code has it
     right = probes.kl_estimate
     monkeypatch.setattr(probes, "kl_estimate", lambda p, q, k: right(p, q, mislabelled[k]))  # type: ignore[arg-type]

@@ -119,3 +119,22 @@ def test_the_kl_of_a_response_is_a_weighted_sum() -> None:
     assert sampled_kl(pi, ref, weights, "k1") == pytest.approx(0.5 - 0.5)
     assert sampled_kl(pi, ref, weights, "k2") == pytest.approx(0.125 + 0.25)
     assert sampled_kl(np.zeros(0), np.zeros(0), np.zeros(0), "k3") == 0.0
+
+
+@given(logits, logits)
+def test_what_each_estimator_pulls_to_as_a_loss(a: list[float], b: list[float]) -> None:
+    """Expected gradient on the logits over the policy's own tokens: nothing, that of KL(pi || ref), that of KL(ref || pi)."""
+    ref = log_p(b)
+    for estimator in get_args(KlEstimator):
+        x = torch.tensor(a, dtype=torch.float64, requires_grad=True)
+        pi = torch.log_softmax(x, -1)
+        (pulled,) = torch.autograd.grad(
+            (pi.detach().exp() * kl_estimate(pi, ref, estimator)).sum(), x, retain_graph=True
+        )
+        divergence = {
+            "k1": 0 * pi.sum(),
+            "k2": (pi.exp() * (pi - ref)).sum(),
+            "k3": (ref.exp() * (ref - pi)).sum(),
+        }[estimator]
+        (exact,) = torch.autograd.grad(divergence, x)
+        torch.testing.assert_close(pulled, exact, atol=1e-9, rtol=1e-9)
