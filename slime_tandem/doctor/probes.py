@@ -275,7 +275,7 @@ def length_reward(lengths: Sequence[FloatArray], pulls: Sequence[float], sign: i
         return Finding(name, "fail", f"{told}, but it should {wanted}", remedy)
     if change.mean() <= error:
         return Finding(
-            name, "pass", f"{told}: too small a learning rate to {wanted} so soon, but every update points there"
+            name, "pass", f"{told}: noise, the learning rate is too small to see it {wanted}; the updates point there"
         )
     return Finding(name, "pass", told)
 

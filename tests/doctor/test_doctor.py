@@ -82,6 +82,7 @@ def test_another_model_behind_the_seniors_url_is_found(
         server.stop()
     assert code == 3
     assert "fail  sampled log-probs: |trainer - engine|" in out
+    assert "fail  given log-probs: |trainer - engine|" in out
     assert "fail  replay ratio:" in out
     assert "remedy: check that both have the same weights" in out
     assert "pass  group sums:" in out

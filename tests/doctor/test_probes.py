@@ -156,7 +156,7 @@ def test_length() -> None:
     assert probes.length_reward([after, before], [1.0] * 8, 1, 16).status == "fail"
     assert probes.length_reward([after, before], [1.0] * 8, -1, 16).status == "pass", "shorter was asked for"
     assert probes.length_reward([before, before], [1.0] * 8, 1, 16).status == "pass"
-    assert "too small a learning rate" in probes.length_reward([before, before], [1.0] * 8, 1, 16).detail
+    assert "the learning rate is too small" in probes.length_reward([before, before], [1.0] * 8, 1, 16).detail
     assert probes.length_reward([before, after], [-1.0] * 8, 1, 16).status == "fail", "updates point the wrong way"
     assert probes.length_reward([before], [1.0], 1, 16).status == "pass"
 
