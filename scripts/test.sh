@@ -7,7 +7,7 @@
 # has it, else scripts/sglang_cpu.sh sets one up (about 3 GB, once).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-setup_venv test check smollm2 diagnostics
+setup_venv test check smollm2 diagnostics peers
 cd "$REPO"
 if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
   run apt-get update -qq

@@ -1,8 +1,8 @@
-"""The command line: `slime-tandem train | eval | align | score | suite | report | config | serve | pretrain | fetch-model`.
+"""The command line: `slime-tandem COMMAND`; `--help` lists the commands.
 
 Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
-(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 130 for Ctrl-C; 1 when the reader of the output went away, and for a fault
-of ours, whose traceback follows a line that asks for a report.
+(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 3 when `doctor` found a fault; 130 for Ctrl-C; 1 when the reader of the output
+went away, and for a fault of ours, whose traceback follows a line that asks for a report.
 """
 
 from __future__ import annotations
@@ -112,6 +112,21 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", metavar="FILE", help="also write the figures as JSON")
     sub.add_argument("--plot", metavar="FILE", help="also draw them, as one self-contained SVG")
     sub.set_defaults(action=_eval)
+
+    sub = command(
+        "doctor",
+        "Sanity probes on these settings and models: groups, masks, KL, log-probs of engine and trainer, tokenizers, length.",
+        settings=True,
+    )
+    sub.add_argument("--json", action="store_true", help="print the findings as JSON")
+    sub.add_argument("--prompts", type=int, default=4, help="prompts that are answered for the probes")
+    sub.add_argument(
+        "--length-updates",
+        type=int,
+        default=8,
+        help="updates of the length probe on a throw-away policy; 0: leave it out",
+    )
+    sub.set_defaults(action=_doctor)
 
     sub = command(
         "align",
@@ -277,6 +292,28 @@ def _eval(args: argparse.Namespace) -> int:
     _write("--output", args.output, json.dumps(evaluation.to_json(), indent=2, allow_nan=False) + "\n")
     _write("--plot", args.plot, svg(evaluation))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from slime_tandem.doctor.probes import Finding, all_passed
+    from slime_tandem.doctor.run import run_doctor
+
+    _positive("--prompts", args.prompts)
+    _positive("--length-updates", args.length_updates, 0)
+
+    def say(finding: Finding) -> None:
+        if not args.json:
+            print(f"{finding.status:4}  {finding.name}: {finding.detail}", flush=True)
+            if finding.remedy:
+                print(f"      remedy: {finding.remedy.rstrip('.')}.", flush=True)
+
+    findings = run_doctor(_load(args), say, prompts=args.prompts, length_updates=args.length_updates)
+    passed = all_passed(findings)
+    if args.json:
+        print(json.dumps({"passed": passed, "findings": [asdict(f) for f in findings]}, indent=2, allow_nan=False))
+    return 0 if passed else 3
 
 
 _SAMPLE = """The quick brown fox counts: 12 + 345 = 357, and 3.14159 * 2 = 6.28318.

@@ -21,6 +21,13 @@ Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
 BoundaryClass = Literal["space", "newline", "punctuation"]
 AuthorSchedule = Literal["draw", "alternate"]
 KlEstimator = Literal["k1", "k2", "k3"]
+Baseline = Literal["mean", "leave_one_out", "median"]
+AdvantageScale = Literal["none", "std", "mad"]
+Surrogate = Literal["clip", "cispo"]
+RatioLevel = Literal["token", "sequence"]
+Reduction = Literal["token_mean", "sequence_mean", "constant"]
+RolloutWeights = Literal["none", "truncated", "masked"]
+KlGuard = Literal["double", "skip_updates", "stop"]
 OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
 AlignmentPolicy = Literal["strict", "even", "proportional", "chain_rule"]
 Thinking = Literal["keep", "text", "drop"]
@@ -372,18 +379,107 @@ reverse_kl, forward_kl or jsd."
 
 
 class ObjectiveConfig(Section):
-    """GRPO: group-relative advantages and a clipped surrogate on weighted tokens."""
+    """GRPO: group-relative advantages and a clipped surrogate on weighted tokens (docs/objective.md)."""
 
     reward_coef: float = Field(1.0, ge=0.0, description="weight of the task-reward advantage; 0: distillation alone")
-    scale_advantages: Literal["none", "std"] = Field(
-        "none", description="divide group-centred rewards by the group's std"
+    baseline: Baseline = Field(
+        "mean",
+        description="what a reward is compared with: its group's mean, the mean of the others (leave_one_out), or the median",
+    )
+    scale_advantages: AdvantageScale = Field(
+        "none", description="divide group-centred rewards by the group's std, or by its scaled MAD (robust)"
+    )
+    clip_advantages: float | None = Field(
+        None, gt=0.0, description="clamp advantages to +- this, last of all; null: no clip"
+    )
+    surrogate: Surrogate = Field(
+        "clip",
+        description="clip: min of raw and clipped ratio (PPO); cispo: clipped ratio as a constant weight of log pi",
+    )
+    ratio: RatioLevel = Field(
+        "token", description="importance ratio of the task reward: of each token, or of the whole response (GSPO)"
     )
     clip_low: float = Field(0.2, gt=0.0, lt=1.0, description="ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.28, gt=0.0, description="ratio is clipped above 1 + clip_high")
-    kl_coef: float = Field(0.0, ge=0.0, description="weight of the KL to the frozen start weights, as a loss term")
+    dual_clip: float | None = Field(
+        None, gt=1.0, description="negative advantages: the ratio counts at most this much; null: without bound"
+    )
+    reduction: Reduction = Field(
+        "token_mean",
+        description="token_mean: over all weighted tokens; sequence_mean: over responses of each one's mean; constant: sum "
+        "over (responses * constant_length) (Dr. GRPO)",
+    )
+    constant_length: int | None = Field(
+        None, ge=1, description="reduction constant: tokens that each response counts; null: sampling.max_new_tokens"
+    )
+    rollout_weights: RolloutWeights = Field(
+        "none",
+        description="none: the engine's log-probs are the old policy; truncated, masked: the trainer computes its own, and "
+        "trainer/engine weights each token, cut at rollout_weight_max, or 0 outside [rollout_weight_min, rollout_weight_max]",
+    )
+    rollout_weight_max: float = Field(2.0, ge=1.0, description="largest weight of a token between engine and trainer")
+    rollout_weight_min: float = Field(0.5, ge=0.0, le=1.0, description="rollout_weights masked: smallest weight")
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the KL to the frozen start weights")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="loss: a term of its own; reward: taken off each response's reward, summed over its tokens"
+    )
     kl_estimator: KlEstimator = Field(
         "k3", description="k1 = r, k2 = r^2/2, k3 = exp(-r) - 1 + r, r = log pi - log ref"
     )
+    kl_target: float | None = Field(
+        None, gt=0.0, description="nats per token; kl_coef then adapts to it after each update; null: kl_coef stays"
+    )
+    kl_step: float = Field(
+        0.2, gt=0.0, description="with kl_target: kl_coef *= exp(clip((KL - target) / target, -kl_step, kl_step))"
+    )
+    kl_coef_min: float = Field(1e-4, gt=0.0, description="with kl_target: least kl_coef")
+    kl_coef_max: float = Field(10.0, gt=0.0, description="with kl_target: greatest kl_coef")
+    kl_guard: KlGuard = Field(
+        "double",
+        description="with kl_target, when an update's KL exceeds twice the target: double kl_coef at once, also skip the "
+        "rollout's remaining updates, or stop the run",
+    )
+    lambda_jun: float = Field(
+        0.0,
+        ge=0.0,
+        description="weight of the senior's KL pull toward the junior on junior-written tokens, a loss term",
+    )
+
+    def misuse(self) -> str | None:
+        """What a setting that the others make void is told; None when every setting has its effect.
+
+        >>> ObjectiveConfig(kl_step=0.1).misuse()
+        'objective.kl_step=0.1: expected 0.2 (the default) with objective.kl_target=None, which ignores it. Remedy: remove \
+it, or set kl_target.'
+        """
+        adaptive = [(n, self.kl_target is None, "kl_target", "set kl_target") for n in
+                    ("kl_step", "kl_coef_min", "kl_coef_max", "kl_guard")]  # fmt: skip
+        void = [
+            *adaptive,
+            ("kl_in", self.kl_coef == 0, "kl_coef", "raise kl_coef"),
+            ("kl_target", self.kl_coef == 0, "kl_coef", "raise kl_coef, from where it adapts"),
+            ("dual_clip", self.surrogate == "cispo", "surrogate", "choose clip"),
+            ("clip_low", self.surrogate == "cispo", "surrogate", "choose clip"),
+            ("constant_length", self.reduction != "constant", "reduction", "choose constant"),
+            ("rollout_weight_max", self.rollout_weights == "none", "rollout_weights", "choose truncated or masked"),
+            ("rollout_weight_min", self.rollout_weights != "masked", "rollout_weights", "choose masked"),
+        ]
+        for name, ignored, by, other in void:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if ignored and value != default:
+                usual = "null" if default is None else default
+                expected = f"{usual} (the default) with objective.{by}={getattr(self, by)!r}, which ignores it"
+                return explain(f"objective.{name}", value, expected, f"remove it, or {other}")
+        if self.kl_target is not None and not self.kl_coef_min <= self.kl_coef <= self.kl_coef_max:
+            bounds = f"{self.kl_coef_min:g} to {self.kl_coef_max:g} (kl_coef_min, kl_coef_max)"
+            return explain("objective.kl_coef", self.kl_coef, bounds, "move it, or the bounds")
+        if self.kl_in == "reward" and self.reward_coef == 0:
+            return explain("objective.kl_in", "reward", "loss with reward_coef=0, which drops the reward", "set it")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            return explain(
+                "objective.dual_clip", self.dual_clip, f"above 1 + clip_high = {1 + self.clip_high:g}", "raise it"
+            )
+        return None
 
 
 class OptimizerConfig(Section):
@@ -585,7 +681,12 @@ class RunConfig(Section):
                 f"tandem.junior_token_loss_weight={t.junior_token_loss_weight:g}: expected sampling.temperature=1, because "
                 "engines score given tokens at temperature 1. Remedy: set sampling.temperature=1, or the weight to 0"
             )
-        if problem := t.misuse() or self.opd.misuse():
+        if t.junior_tokenizer == "any" and self.objective.lambda_jun > 0:
+            raise ValueError(
+                f"objective.lambda_jun={self.objective.lambda_jun:g}: expected 0 with tandem.junior_tokenizer=any, whose "
+                "tokens have no log-probs of their own in the senior's ids. Remedy: set it to 0, or junior_tokenizer=same"
+            )
+        if problem := t.misuse() or self.opd.misuse() or self.objective.misuse():
             raise ValueError(problem.removesuffix("."))
         if self.opd.teachers and (self.engine.teacher_url or self.models.teacher != ModelsConfig().teacher):
             raise ValueError(
@@ -724,7 +825,7 @@ def choices_of(name: str) -> tuple[str, ...]:
     """The literal values that the setting with this dotted name takes; empty for any other kind of setting.
 
     >>> choices_of("objective.scale_advantages"), choices_of("optimizer.lr")
-    (('none', 'std'), ())
+    (('none', 'std', 'mad'), ())
     """
     model: Any = RunConfig
     *parents, leaf = name.split(".")

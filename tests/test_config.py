@@ -470,3 +470,31 @@ def test_the_written_tree_loads_as_the_same_tree(
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8", newline="")
     assert RunConfig.load(path) == config
+
+
+OBJECTIVE_MISUSE = [
+    (("kl_target=0.1",), r"objective\.kl_target=0\.1.*objective\.kl_coef=0\.0, which ignores it"),
+    (("kl_in=reward",), r"objective\.kl_in='reward'.*kl_coef=0\.0"),
+    (("kl_coef=0.1", "kl_guard=stop"), r"objective\.kl_guard='stop'.*kl_target=None"),
+    (("kl_coef=20", "kl_target=0.1"), r"objective\.kl_coef=20\.0: expected 0\.0001 to 10"),
+    (("kl_coef=0.1", "kl_in=reward", "reward_coef=0"), r"objective\.kl_in='reward': expected loss with reward_coef=0"),
+    (("surrogate=cispo", "clip_low=0.1"), r"objective\.clip_low=0\.1.*surrogate='cispo'"),
+    (("surrogate=cispo", "dual_clip=3"), r"objective\.dual_clip=3\.0.*surrogate='cispo'"),
+    (("dual_clip=1.1",), r"objective\.dual_clip=1\.1: expected above 1 \+ clip_high = 1\.28"),
+    (("constant_length=9",), r"objective\.constant_length=9: expected null \(the default\).*reduction='token_mean'"),
+    (("rollout_weight_max=3",), r"objective\.rollout_weight_max=3\.0.*rollout_weights='none'"),
+    (("rollout_weights=truncated", "rollout_weight_min=0.1"), r"objective\.rollout_weight_min=0\.1.*'truncated'"),
+    (("baseline=best",), r"objective\.baseline='best': expected one of 'mean', 'leave_one_out' or 'median'"),
+    (("clip_advantages=0",), r"objective\.clip_advantages=0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), OBJECTIVE_MISUSE)
+def test_a_setting_of_the_objective_without_effect_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.load(overrides=[f"objective.{item}" for item in overrides])
+
+
+def test_the_pull_to_a_junior_needs_its_log_probs() -> None:
+    told = override_problem("objective.lambda_jun=0.1", "tandem.junior_tokenizer=any")
+    assert told.startswith("objective.lambda_jun=0.1: expected 0 with tandem.junior_tokenizer=any")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from slime_tandem.config import OpdConfig, RunConfig, SelectionRules
 from slime_tandem.distill.opd_mask import OPD_MASK_METRICS, opd_mask
 from slime_tandem.errors import DataError, TeacherScoreError, explain
-from slime_tandem.objective.advantages import group_advantages
+from slime_tandem.objective.advantages import clip_advantages, group_advantages
+from slime_tandem.objective.kl import sampled_kl
 from slime_tandem.types import SENIOR, AlignedScores, BoolArray, Candidates, FloatArray, ScoredSample, TandemSample
 
 
@@ -25,7 +27,9 @@ class TrainRow:
     tokens carry no weight; `advantage` of the sample; `weights` [R]
     policy-gradient weights; `opd_weights` [R] above 0 on selected senior-written aligned tokens only (1, or the position's
     discount); `teacher_log_probs` [R] nats; `candidates` for the signals that compare distributions; `opd_total`: what the row
-    adds to the distillation term's denominator, None for the sum of `opd_weights`.
+    adds to the distillation term's denominator, None for the sum of `opd_weights`. `ref_log_probs` [R] nats of the start
+    weights, where the run has a KL; `rollout_log_probs` [R] the engine's, once `old_log_probs` are the trainer's own;
+    `junior_weights` [R] 1 on tokens that the junior wrote and that `lambda_jun` pulls to, `junior_log_probs` its own of them.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +41,10 @@ class TrainRow:
     teacher_log_probs: FloatArray
     candidates: Candidates | None = None
     opd_total: float | None = None
+    ref_log_probs: FloatArray | None = None
+    rollout_log_probs: FloatArray | None = None
+    junior_weights: FloatArray | None = None
+    junior_log_probs: FloatArray | None = None
 
     @property
     def response_length(self) -> int:
@@ -49,21 +57,37 @@ class TrainRow:
         return float(self.opd_weights.sum()) if self.opd_total is None else self.opd_total
 
 
-def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list[TrainRow], dict[str, float | None]]:
+def build_rows(
+    samples: Sequence[ScoredSample],
+    config: RunConfig,
+    ref_log_probs: Sequence[FloatArray] | None = None,
+    kl_coef: float | None = None,
+) -> tuple[list[TrainRow], dict[str, float | None]]:
     """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
 
     A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health.
-    `opd.selection` chooses among all rows at once. Raises TeacherScoreError if a sample failed and `opd.on_failed_sample` is
-    `stop`.
+    `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
+    `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. Raises
+    TeacherScoreError if a sample failed and `opd.on_failed_sample` is `stop`.
     """
-    advantages, flat = group_advantages(
-        [s.reward for s in samples], [s.sample.group_id for s in samples], config.objective.scale_advantages
-    )
+    objective = config.objective
+    weights = [_weights(s.sample, config.tandem.junior_token_loss_weight) for s in samples]
+    old = [_old_log_probs(s.sample, config.tandem.junior_token_loss_weight) for s in samples]
+    rewards = np.array([s.reward for s in samples])
+    if objective.kl_in == "reward":
+        assert ref_log_probs is not None, "score the samples with the start weights first"
+        beta = objective.kl_coef if kl_coef is None else kl_coef
+        parts = zip(old, ref_log_probs, weights, strict=True)
+        rewards = rewards - beta * np.array([sampled_kl(*part, objective.kl_estimator) for part in parts])
+    groups = [s.sample.group_id for s in samples]
+    raw, flat = group_advantages(rewards, groups, objective.scale_advantages, objective.baseline)
+    advantages, clipped = clip_advantages(raw, objective.clip_advantages)
     chosen = config.opd.selection
     rows: list[TrainRow] = []
     kept: list[ScoredSample] = []
     failed = 0
-    for scored, advantage in zip(samples, advantages, strict=True):
+    pulls = objective.lambda_jun > 0
+    for i, (scored, advantage) in enumerate(zip(samples, advantages, strict=True)):
         sample, teacher = scored.sample, scored.teacher
         if config.opd.enabled and teacher is None:
             failed += 1
@@ -82,15 +106,23 @@ def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list
                 tokens=sample.prompt_ids + sample.response_ids,
                 group_id=sample.group_id,
                 advantage=float(advantage),
-                old_log_probs=_old_log_probs(sample, config.tandem.junior_token_loss_weight),
-                weights=np.where(senior, 1.0, config.tandem.junior_token_loss_weight) * np.asarray(sample.loss_mask),
+                old_log_probs=old[i],
+                weights=weights[i],
                 opd_weights=opd_weights,
                 teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
                 candidates=teacher.candidates if teacher else None,
                 opd_total=float(opd_weights.sum()) if chosen.denominator == "valid" else None,
+                ref_log_probs=None if ref_log_probs is None else ref_log_probs[i],
+                junior_weights=(~senior) * np.asarray(sample.loss_mask, dtype=np.float64) if pulls else None,
+                junior_log_probs=np.asarray(sample.log_probs, dtype=np.float64) if pulls else None,
             )
         )
-    metrics: dict[str, float | None] = {"group/zero_variance_fraction": flat, "opd/failed_samples": float(failed)}
+    metrics: dict[str, float | None] = {
+        "group/zero_variance_fraction": flat,
+        "group/zero_variance_groups": float(round(flat * len(set(groups)))),
+        "group/clipped_advantages": clipped,
+        "opd/failed_samples": float(failed),
+    }
     if not config.opd.enabled:
         return rows, metrics | dict.fromkeys(f"selection/{name}" for name in OPD_MASK_METRICS)
     mask = opd_mask(
@@ -119,6 +151,12 @@ def _opd_weights(senior: BoolArray, teacher: AlignedScores, opd: OpdConfig) -> F
     return used * opd.position_discount ** np.arange(len(senior), dtype=np.float64)
 
 
+def _weights(sample: TandemSample, junior_weight: float) -> FloatArray:
+    """1 on the senior's tokens, `junior_weight` on the junior's, 0 in inserted text."""
+    by_author = np.where(np.asarray(sample.authorship_mask) == SENIOR, 1.0, junior_weight)
+    return by_author * np.asarray(sample.loss_mask, dtype=np.float64)
+
+
 def _old_log_probs(sample: TandemSample, junior_weight: float) -> FloatArray:
     """The old policy of the ratio: the senior's log-probs, also on junior tokens as soon as these carry weight."""
     if junior_weight > 0 and not sample.senior_log_probs and sample.junior_tokens:
@@ -144,9 +182,34 @@ def mini_batches(rows: Sequence[TrainRow], n: int) -> Iterator[list[TrainRow]]:
             yield chosen
 
 
-def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
+class Sequenced(Protocol):
+    """What a forward pass needs of a row: prompt and response, and the length of the response."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def response_length(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Response:
+    """A sample as a forward pass takes it: prompt and response, of which the last `response_length` are the response."""
+
+    tokens: tuple[int, ...]
+    response_length: int
+
+    @classmethod
+    def of(cls, sample: TandemSample) -> Response:
+        """The sample's own sampled ids."""
+        return cls(sample.prompt_ids + sample.response_ids, len(sample.response_ids))
+
+
+Row = TypeVar("Row", bound=Sequenced)
+
+
+def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
     """Rows of similar length together, `longest * count <= max_tokens` (a longer single row goes alone)."""
-    batch: list[TrainRow] = []
+    batch: list[Row] = []
     for row in sorted(rows, key=lambda r: -len(r.tokens)):
         if batch and len(batch[0].tokens) * (len(batch) + 1) > max_tokens:
             yield batch

@@ -13,6 +13,7 @@ from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
 from slime_tandem.local.tasks import TaskSet
 from slime_tandem.local.team import Team
+from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
 from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
 
 T = TypeVar("T")
@@ -105,8 +106,12 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: fro
     senior = np.array([s.senior_tokens for s in samples])
     junior = np.array([s.junior_tokens for s in samples])
     total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
+    by_task = [h["mean"] for h in reward_histograms([s.reward for s in scored], [s.prompt.task for s in samples])]
     metrics: dict[str, float | None] = {
         "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
+        **{f"rollout/reward_{name}": v for name, v in reward_quantiles([s.reward for s in scored]).items()},
+        "rollout/reward_worst_task": min(by_task),
+        "rollout/reward_best_task": max(by_task),
         "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
         "rollout/response_tokens_mean": float(tokens.mean()),
         "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),

@@ -30,6 +30,7 @@ from slime_tandem.local.rollouts import evaluate, rollout, rollout_metrics, with
 from slime_tandem.local.tasks import TaskSet
 from slime_tandem.local.team import Team
 from slime_tandem.local.trainer import Trainer
+from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.summary import Summary, summarise, write_summary
@@ -222,7 +223,9 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     step = 0
     checkpoint = arm.last_checkpoint() if resume else None
     if checkpoint is not None:
-        step = int(policy.load_checkpoint(checkpoint)["step"])
+        state = policy.load_checkpoint(checkpoint)
+        step = int(state["step"])
+        trainer.kl_coef = float(state.get("kl_coef", trainer.kl_coef))  # older checkpoints have none
     resumed = resume and (arm.folder / "config.yaml").exists()
     with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
         writer.write_config(config)
@@ -246,12 +249,14 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
                         row["engine/retries"] = float(team.retries - retries)
                         row["time/step_s"] = time.perf_counter() - t0
                         writer.write_step(step, row)
+                        rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
+                        writer.write_rewards(step, reward_histograms(*rewards))
                         shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
                         writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
                         progress.update(row)
                         step += 1
                         if step % config.train.save_every == 0 or step == config.train.steps:
-                            _save(policy, arm, step)
+                            _save(trainer, arm, step)
                             saved = step
                         whole = True
                     if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
@@ -260,7 +265,7 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
                 # A second interrupt breaks the block itself: then only the last checkpoint is sound.
                 if whole and saved != step:
                     with _shielded():
-                        _save(policy, arm, step)
+                        _save(trainer, arm, step)
                 raise
         if step:
             _evaluate(writer, team, tasks, held_out, config, step, "after")
@@ -282,8 +287,9 @@ def _learn(
     seconds: dict[str, float],
 ) -> dict[str, float | None]:
     """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
-    rows, group_metrics = build_rows(scored, arm.config)
     t1 = time.perf_counter()
+    reference = trainer.reference_log_probs([s.sample for s in scored])
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef)
     train_metrics = trainer.update(rows)
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
@@ -307,11 +313,11 @@ def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:
     with_revival(team, lambda: team.send_weights(folder, version))
 
 
-def _save(policy: MegatronPolicy, arm: Arm, step: int) -> None:
+def _save(trainer: Trainer, arm: Arm, step: int) -> None:
     with disk_errors(arm.checkpoints):
         arm.checkpoints.mkdir(parents=True, exist_ok=True)
     newest = arm.checkpoints / f"step-{step:06d}"
-    policy.save_checkpoint(newest, {"step": step})
+    trainer.policy.save_checkpoint(newest, {"step": step, "kl_coef": trainer.kl_coef})
     for old in sorted(arm.checkpoints.glob("step-*"))[:-2]:
         shutil.rmtree(old)
 

@@ -3,46 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tandem.config import RunConfig
-from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
+from slime_tandem.config import ObjectiveConfig, RunConfig
+from slime_tandem.errors import TandemError, explain
+from slime_tandem.local.batches import Response, Sequenced, TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
+from slime_tandem.objective.kl import above_guard, adapted_coef
 from slime_tandem.objective.logprobs import token_log_probs
-from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
-from slime_tandem.types import FloatArray
+from slime_tandem.objective.loss import (
+    LOSS_METRICS,
+    Denominators,
+    PackedTokens,
+    bounded_rollout_weights,
+    tandem_loss,
+    token_kl,
+)
+from slime_tandem.types import FloatArray, TandemSample
 
 
 class Trainer:
-    """Applies the objective to a policy. `reference` (the frozen start weights) is needed when `objective.kl_coef` > 0."""
+    """Applies the objective to a policy. `reference` (the frozen start weights) is needed when `objective.kl_coef` > 0.
+
+    `kl_coef`: the coefficient now, which follows `objective.kl_target`; it belongs into checkpoints.
+    """
 
     def __init__(self, config: RunConfig, policy: MegatronPolicy, reference: MegatronPolicy | None) -> None:
         assert (reference is not None) == (config.objective.kl_coef > 0)
         self.config, self.policy, self.reference = config, policy, reference
+        self.kl_coef = config.objective.kl_coef
 
-    def update(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+    def reference_log_probs(self, samples: Sequence[TandemSample]) -> list[FloatArray] | None:
+        """Log-probs [R] of the start weights per sample, for `build_rows`; None in a run without KL.
+
+        Asked for once per rollout: all its updates use the same.
+        """
+        if self.reference is None:
+            return None
+        return self._score(self.reference, [Response.of(sample) for sample in samples])
+
+    def own_log_probs(self, rows: Sequence[Sequenced]) -> list[FloatArray]:
+        """Log-probs [R] of the policy's present weights per row, nats, as `update` computes them."""
+        return self._score(self.policy, rows)
+
+    def update(self, rows: Sequence[TrainRow]) -> dict[str, float | None]:
         """Learn from one rollout; returns `train/...` metrics, means over its optimizer steps.
 
         `train/logprob_diff` is of the first step only: there the policy still is the one that sampled, so it shows how far
-        the trainer and the engine disagree.
+        the trainer and the engine disagree. Raises TandemError if the KL leaves its target and `objective.kl_guard` is stop.
         """
-        ref_log_probs = self._ref_log_probs(rows)
+        objective = self.config.objective
+        rows, masked = self._with_own_log_probs(rows)
         steps: list[dict[str, float]] = []
+        kl_values: list[Tensor] = []
+        guarded = 0
         for mini in mini_batches(rows, self.config.train.updates_per_step):
-            steps.append(self._optimizer_step(mini, ref_log_probs))
-        metrics = {f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")}
+            step, values = self._optimizer_step(mini)
+            steps.append(step)
+            kl_values += values
+            over = above_guard(step["kl"], objective)
+            guarded += over
+            if over and objective.kl_guard == "stop":
+                raise _kl_left_target(step["kl"], objective)
+            self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
+            if over and objective.kl_guard == "skip_updates":
+                break
+        metrics: dict[str, float | None] = {
+            f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")
+        }
         metrics["train/logprob_diff"] = steps[0]["logprob_diff"]
         metrics["train/lr"] = self.policy.lr
+        metrics["train/updates"] = float(len(steps))
+        metrics["train/rollout_masked_tokens"] = masked
+        metrics["train/kl_guard"] = float(guarded)
+        metrics["train/kl_coef"] = self.kl_coef
+        kl_tokens = torch.cat(kl_values).cpu().numpy() if kl_values else np.zeros(0)
+        metrics["train/kl_p95"] = float(np.quantile(kl_tokens, 0.95)) if kl_tokens.size else None
+        if self.reference is None:
+            metrics["train/kl"] = None
+        if objective.lambda_jun == 0:
+            metrics["train/junior_kl"] = None
         return metrics
 
-    def _optimizer_step(self, mini: Sequence[TrainRow], ref: dict[int, Tensor]) -> dict[str, float]:
-        pg = sum(float(row.weights.sum()) for row in mini)
-        opd = sum(row.opd_share for row in mini)
-        denominators = Denominators(max(pg, 1e-8), max(opd, 1e-8))
+    def _optimizer_step(self, mini: Sequence[TrainRow]) -> tuple[dict[str, float], list[Tensor]]:
+        """One update; (its metrics, KL per weighted token of each micro-batch)."""
+        objective = self.config.objective
+        denominators = Denominators.over(
+            [float(row.weights.sum()) for row in mini],
+            opd=sum(row.opd_share for row in mini),
+            junior=sum(float(row.junior_weights.sum()) for row in mini if row.junior_weights is not None),
+            reduction=objective.reduction,
+            constant_length=objective.constant_length or self.config.sampling.max_new_tokens,
+        )
+        kl_values: list[Tensor] = []
         total = dict.fromkeys(LOSS_METRICS, 0.0)
         self.policy.zero_grad()
         for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
@@ -55,33 +113,67 @@ class Trainer:
                 weights=self._pack([r.weights for r in micro]),
                 opd_weights=self._pack([r.opd_weights for r in micro]),
                 teacher_log_probs=self._pack([r.teacher_log_probs for r in micro]),
-                ref_log_probs=torch.cat([ref[id(r)] for r in micro]) if ref else None,
+                ref_log_probs=self._pack_some([r.ref_log_probs for r in micro]),
                 candidate_ids=ids,
                 candidate_teacher=teacher,
+                rollout_log_probs=self._pack_some([r.rollout_log_probs for r in micro]),
+                junior_weights=self._pack_some([r.junior_weights for r in micro]),
+                junior_log_probs=self._pack_some([r.junior_log_probs for r in micro]),
+                sequences=torch.repeat_interleave(torch.tensor([r.response_length for r in micro])).to(logits.device),
             )
             of_candidates = None if ids is None else log_probs_of(logits, ids, self.config.sampling.temperature)
             of_rest = None if ids is None else log_rest_of(logits, ids, self.config.sampling.temperature)
             loss, metrics = tandem_loss(
-                log_probs, entropy, packed, denominators, self.config.objective, self.config.opd, of_candidates, of_rest
+                log_probs,
+                entropy,
+                packed,
+                denominators,
+                objective,
+                self.config.opd,
+                of_candidates,
+                of_rest,
+                kl_coef=self.kl_coef,
             )
             loss.backward()  # type: ignore[no-untyped-call]
+            if packed.ref_log_probs is not None:
+                kl_values.append(token_kl(log_probs.detach(), packed, objective)[packed.weights > 0])
             for name, value in metrics.items():
                 total[name] += value
-        return total | {"grad_norm": self.policy.step()}
+        return total | {"grad_norm": self.policy.step()}, kl_values
 
-    def _ref_log_probs(self, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
-        """Log-probs [R] of the start weights per row, computed once per rollout and reused by all its updates."""
-        if self.reference is None:
-            return {}
-        out: dict[int, Tensor] = {}
+    def _with_own_log_probs(self, rows: Sequence[TrainRow]) -> tuple[Sequence[TrainRow], float | None]:
+        """(rows whose old policy is the trainer's, tokens that a mask took; None without one) where `rollout_weights` is on."""
+        objective = self.config.objective
+        if objective.rollout_weights == "none":
+            return rows, None
+        out, masked = [], 0
+        for row, own in zip(rows, self.own_log_probs(rows), strict=True):
+            used = (row.weights > 0) | (row.opd_weights > 0)
+            raw = torch.from_numpy(np.where(used, own - row.old_log_probs, 0.0)).float().exp()
+            keep = bounded_rollout_weights(raw, objective).numpy() > 0
+            masked += int((used & ~keep).sum())
+            out.append(
+                replace(
+                    row,
+                    old_log_probs=own,
+                    rollout_log_probs=row.old_log_probs,
+                    weights=row.weights * keep,
+                    opd_weights=row.opd_weights * keep,
+                )
+            )
+        return out, float(masked)
+
+    def _score(self, policy: MegatronPolicy, rows: Sequence[Sequenced]) -> list[FloatArray]:
+        """Log-probs [R] of each row's response, in order."""
+        out: dict[int, FloatArray] = {}
         with torch.no_grad():
             for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
-                log_probs, _ = self._log_probs(self._logits(self.reference, micro), micro)
+                log_probs, _ = self._log_probs(self._logits(policy, micro), micro)
                 parts = torch.split(log_probs, [r.response_length for r in micro])
-                out.update((id(row), part) for row, part in zip(micro, parts, strict=True))
-        return out
+                out.update((id(row), part.double().cpu().numpy()) for row, part in zip(micro, parts, strict=True))
+        return [out[id(row)] for row in rows]
 
-    def _logits(self, policy: MegatronPolicy, micro: Sequence[TrainRow]) -> Tensor:
+    def _logits(self, policy: MegatronPolicy, micro: Sequence[Sequenced]) -> Tensor:
         return policy.response_logits([r.tokens for r in micro], [r.response_length for r in micro])
 
     def _candidates(self, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -96,9 +188,23 @@ class Trainer:
             values.append(np.zeros(shape) if row.candidates is None else row.candidates.teacher_log_probs)
         return torch.from_numpy(np.concatenate(ids)).to(self.policy.device), self._pack(values)
 
-    def _log_probs(self, logits: Tensor, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, logits: Tensor, micro: Sequence[Sequenced]) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
         return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
 
     def _pack(self, parts: Sequence[FloatArray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).float().to(self.policy.device)
+
+    def _pack_some(self, parts: Sequence[FloatArray | None]) -> Tensor | None:
+        """All rows have it or none has."""
+        there = [part for part in parts if part is not None]
+        assert len(there) in (0, len(parts))
+        return self._pack(there) if there else None
+
+
+def _kl_left_target(kl: float, objective: ObjectiveConfig) -> TandemError:
+    expected = f"at most twice objective.kl_target={objective.kl_target:g}"
+    remedy = (
+        "raise objective.kl_coef or lower optimizer.lr and go on from the last checkpoint, or choose another kl_guard"
+    )
+    return TandemError(explain("train/kl", kl, expected, remedy))

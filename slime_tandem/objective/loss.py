@@ -1,36 +1,51 @@
 """The loss as one pure function over packed tokens. Pure torch.
 
-Three terms, each a mean over its own weights, so that no term's size depends on another's mask:
-  pg   clipped surrogate (PPO, arXiv 1707.06347; asymmetric clip of DAPO, arXiv 2503.14476) of the task-reward advantage,
-       weight 1 on senior tokens and `junior_token_loss_weight` on junior tokens
-  opd  the same surrogate of the distillation advantage -(log pi_student - log pi_teacher), detached; or a divergence over
-       candidate tokens (objective/distillation.py); on its own weights of senior-written, aligned tokens
-  kl   KL to the start weights, on the pg weights
-The denominators are sums of weights over the whole mini-batch and are passed in: micro-batches add up exactly.
+Four terms, each with its own weights and denominator, so that no term's size depends on another's mask:
+  pg      surrogate of the task-reward advantage, weight 1 on senior tokens and `junior_token_loss_weight` on junior tokens:
+          clipped (PPO, arXiv 1707.06347; asymmetric clip of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729) or CISPO
+          (arXiv 2506.13585), with the ratio of the token or of the whole response (GSPO, arXiv 2507.18071)
+  opd     the clipped surrogate of the distillation advantage -(log pi_student - log pi_teacher), detached, with the token's
+          ratio; or a divergence over candidate tokens (objective/distillation.py); on senior-written, aligned tokens
+  kl      KL to the start weights, weighted and reduced like pg
+  junior  KL from the junior to the senior on the tokens that the junior wrote (lambda_jun)
+The denominators are sums over the whole mini-batch and are passed in: micro-batches add up exactly. Formulas, choices and
+sources: docs/objective.md.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from slime_tandem.config import ObjectiveConfig, OpdConfig
+from slime_tandem.config import ObjectiveConfig, OpdConfig, Reduction
+from slime_tandem.errors import DataError, explain
 from slime_tandem.objective.distillation import candidate_divergence
 from slime_tandem.objective.kl import kl_estimate
 
-LOSS_METRICS = ("loss", "pg_loss", "opd_loss", "kl_loss", "entropy", "ratio_mean", "clip_fraction", "logprob_diff")
+LOSS_METRICS = (
+    "loss", "pg_loss", "opd_loss", "kl_loss", "junior_kl_loss", "entropy", "ratio_mean", "clip_fraction", "logprob_diff",
+    "kl", "junior_kl", "rollout_weight_mean", "rollout_weight_cut",
+)  # fmt: skip
+_LEAST = 1e-8
+SequenceSums = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class PackedTokens:
     """Response tokens of a micro-batch, one after the other; every tensor is [T].
 
-    `old_log_probs`: behaviour log-probs of the authoring model, nats. `advantages`: task-reward advantage of the sample.
+    `old_log_probs`: of the old policy, nats: what the engine reported of the authoring model, or the trainer's own of the
+    weights that sampled (`rollout_log_probs` are then the engine's). `advantages`: task-reward advantage of the sample.
     `weights`: policy-gradient weight (1 senior, `junior_token_loss_weight` junior). `opd_weights`: above 0 where the teacher's
     log-prob counts. `teacher_log_probs`: nats, 0 where masked. `ref_log_probs`: of the start weights, or None.
     `candidate_ids`, `candidate_teacher` [T, K]: candidates (-1: none) and the teacher's log-probs of them, or None.
+    `junior_weights`: above 0 on tokens that the junior wrote, `junior_log_probs`: its own of them; or None both.
+    `sequences`: int64 numbers from 0 of the responses that the tokens belong to; needed by ratio and reductions of responses.
     """
 
     old_log_probs: Tensor
@@ -41,24 +56,97 @@ class PackedTokens:
     ref_log_probs: Tensor | None = None
     candidate_ids: Tensor | None = None
     candidate_teacher: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    junior_weights: Tensor | None = None
+    junior_log_probs: Tensor | None = None
+    sequences: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Sums of weights over the mini-batch, at least 1e-8: `pg` of `weights`, `opd` of `opd_weights`."""
+    """What the terms' sums over the mini-batch are divided by, each at least 1e-8; `over` makes them.
+
+    `pg`: sum of `weights`, `opd` of `opd_weights`, `junior` of `junior_weights`. `reduced`: what `objective.reduction` divides
+    pg and kl by, None for `pg`. Metrics are means over `pg` whatever the reduction.
+    """
 
     pg: float
     opd: float
+    junior: float = _LEAST
+    reduced: float | None = None
+
+    @classmethod
+    def over(
+        cls, weights: Sequence[float], opd: float, junior: float, reduction: Reduction, constant_length: int
+    ) -> Denominators:
+        """Of a mini-batch: `weights` are each response's sum of policy-gradient weights, `opd` and `junior` whole sums.
+
+        token_mean divides by the sum of weights, sequence_mean by the number of responses with any, constant by the number of
+        responses times `constant_length` tokens.
+
+        >>> [Denominators.over([3, 0], 1, 0, r, 8).reduced for r in ("token_mean", "sequence_mean", "constant")]
+        [3.0, 1.0, 16.0]
+        """
+        pg = max(float(sum(weights)), _LEAST)
+        reduced = {
+            "token_mean": pg,
+            "sequence_mean": max(float(sum(w > 0 for w in weights)), _LEAST),
+            "constant": max(float(len(weights) * constant_length), _LEAST),
+        }[reduction]
+        return cls(pg, max(opd, _LEAST), max(junior, _LEAST), reduced)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-min(ratio * A, clip(ratio) * A) per token [T].
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """-min(ratio * A, clip(ratio) * A) per token [T]; with `dual_clip` c, for A < 0 at most -c * A.
 
-    >>> clipped_surrogate(torch.tensor([2.0, 2.0]), torch.tensor([1.0, -1.0]), 0.2, 0.28).tolist()
-    [-1.2799999713897705, 2.0]
+    >>> ratio, advantages = torch.tensor([2.0, 2.0, 9.0]), torch.tensor([1.0, -1.0, -1.0])
+    >>> clipped_surrogate(ratio, advantages, 0.2, 0.28, dual_clip=3.0).tolist()
+    [-1.2799999713897705, 2.0, 3.0]
     """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    raw = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
+    return -torch.minimum(raw * advantages, clipped * advantages)
+
+
+def bounded_rollout_weights(raw: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """What the weights `raw` [T] = trainer's old policy / engine's become by `objective.rollout_weights`.
+
+    none: 1. truncated: at most `rollout_weight_max` (truncated importance sampling). masked: 0 outside [`rollout_weight_min`,
+    `rollout_weight_max`]; whoever adds up denominators leaves these tokens out.
+
+    >>> objective = ObjectiveConfig(rollout_weights="masked")
+    >>> bounded_rollout_weights(torch.tensor([1.25, 5.0, 0.25]), objective).tolist()
+    [1.25, 0.0, 0.0]
+    """
+    match objective.rollout_weights:
+        case "none":
+            return torch.ones_like(raw)
+        case "truncated":
+            return raw.clamp(max=objective.rollout_weight_max)
+        case "masked":
+            inside = (raw >= objective.rollout_weight_min) & (raw <= objective.rollout_weight_max)
+            return torch.where(inside, raw, 0.0)
+
+
+def sequence_sums(values: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
+    """Sum of `values` [T] per response; [count], by default the highest number plus 1.
+
+    >>> sequence_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0])).tolist()
+    [5.0, 2.0]
+    """
+    n = count if count is not None else int(sequences.max()) + 1 if len(sequences) else 0
+    return values.new_zeros(n).index_add(0, sequences, values)
+
+
+def token_kl(log_probs: Tensor, batch: PackedTokens, objective: ObjectiveConfig) -> Tensor:
+    """Estimate of KL(pi || start) per token [T], nats, 0 on tokens without policy-gradient weight."""
+    assert batch.ref_log_probs is not None
+    # No gradient from the reference, and none of a huge k3 on tokens that carry no weight.
+    used = batch.weights > 0
+    ref = torch.where(used, batch.ref_log_probs, 0.0)
+    return kl_estimate(torch.where(used, log_probs, ref), ref, objective.kl_estimator)
 
 
 def tandem_loss(
@@ -70,30 +158,56 @@ def tandem_loss(
     opd: OpdConfig,
     candidate_log_probs: Tensor | None = None,
     candidate_log_rest: Tensor | None = None,
+    *,
+    kl_coef: float | None = None,
+    sums: SequenceSums = sequence_sums,
 ) -> tuple[Tensor, dict[str, float]]:
     """(loss, metrics) of one micro-batch; both add up over the micro-batches of a mini-batch.
 
-    `log_probs`, `entropy` [T]: the current policy at the sampled tokens, nats. The gradient flows through `log_probs` only
+    `log_probs`, `entropy` [T]: the current policy at the sampled tokens, nats. The gradient flows through `log_probs`
     and `candidate_log_probs` and `candidate_log_rest` (the current policy's of the candidates [T, K] and of all other
-    tokens [T], where `opd.signal` compares distributions) only, and is
-    exactly zero on tokens whose weights are zero. Metric keys are `LOSS_METRICS`; all are means over the pg weights
-    (`opd_loss` over the OPD weights).
+    tokens [T], where `opd.signal` compares distributions) only, and is exactly zero on tokens whose weights are zero.
+    `kl_coef`: the coefficient where it adapts, None for `objective.kl_coef`. `sums(values [T], sequences [T])` gives the sums
+    per response; where tokens of a response lie on several ranks it must add up over these (no gradient passes through it).
+    Metric keys are `LOSS_METRICS`; all but the losses are means over the pg weights (`opd_loss` over the OPD weights,
+    `junior_kl` over the junior's). Raises DataError for a log-prob or advantage that is not finite on a token that counts.
     """
-    weights, pg_n, opd_n = batch.weights, denominators.pg, denominators.opd
+    weights, pg_n = batch.weights, denominators.pg
+    counts, learns = batch.opd_weights > 0, weights > 0
     # A token without weight may have any ratio (a junior token under the senior); keep inf * 0 out of the sums.
-    used = (weights > 0) | (batch.opd_weights > 0)
-    log_ratio = torch.where(used, log_probs - batch.old_log_probs, torch.zeros_like(log_probs))
+    used = learns | counts
+    log_ratio = torch.where(used, log_probs - batch.old_log_probs, 0.0)
     ratio = log_ratio.exp()
+    engine, raw = batch.old_log_probs, torch.ones_like(ratio)
+    if batch.rollout_log_probs is not None:
+        engine = batch.rollout_log_probs
+    if objective.rollout_weights != "none":
+        raw = torch.where(used, batch.old_log_probs - engine, 0.0).detach().exp()
+    rollout_weights = bounded_rollout_weights(raw, objective)
 
-    pg_terms = clipped_surrogate(ratio, batch.advantages, objective.clip_low, objective.clip_high)
-    pg_loss = objective.reward_coef * (weights * pg_terms).sum() / pg_n
+    assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
+    reduced = weights  # pg and kl: what each token counts
+    if objective.reduction == "sequence_mean":
+        sequences = _sequences(batch)
+        reduced = weights / sums(weights, sequences).clamp(min=_LEAST)[sequences]
+    reduced_n = pg_n if denominators.reduced is None else denominators.reduced
+
+    pg_ratio = ratio
+    if objective.ratio == "sequence":
+        pg_ratio = _sequence_ratio(log_ratio, weights, _sequences(batch), sums)
+    advantages = torch.where(learns, batch.advantages, 0.0)
+    if objective.surrogate == "clip":
+        pg_terms = clipped_surrogate(pg_ratio, advantages, objective.clip_low, objective.clip_high, objective.dual_clip)
+    else:
+        constant = pg_ratio.detach().clamp(max=1.0 + objective.clip_high)
+        pg_terms = -constant * advantages * torch.where(learns, log_probs, 0.0)
+    pg_loss = objective.reward_coef * (reduced * rollout_weights * pg_terms).sum() / reduced_n
 
     opd_loss = torch.zeros_like(pg_loss)
     if opd.enabled and opd.signal != "sampled":
         assert candidate_log_probs is not None, "this signal needs the policy's log-probs of the candidates"
         assert batch.candidate_ids is not None
         assert batch.candidate_teacher is not None
-        counts = batch.opd_weights > 0
         known = (batch.candidate_ids >= 0) & counts[:, None]
         log_rest = None
         if candidate_log_rest is not None:
@@ -101,33 +215,114 @@ def tandem_loss(
         divergence = candidate_divergence(
             candidate_log_probs, batch.candidate_teacher, known, opd.signal, opd.jsd_beta, log_rest
         )
-        opd_loss = opd.coef * (batch.opd_weights * torch.where(counts, divergence, 0.0)).sum() / opd_n
+        opd_loss = opd.coef * (batch.opd_weights * torch.where(counts, divergence, 0.0)).sum() / denominators.opd
     elif opd.enabled:
-        delta = (batch.old_log_probs - batch.teacher_log_probs).detach()
+        delta = torch.where(counts, (batch.old_log_probs - batch.teacher_log_probs).detach(), 0.0)
         if opd.clip is not None:
             delta = delta.clamp(-opd.clip, opd.clip)
         opd_terms = clipped_surrogate(ratio, -delta, objective.clip_low, objective.clip_high)
-        opd_loss = opd.coef * (batch.opd_weights * opd_terms).sum() / opd_n
+        opd_loss = opd.coef * (batch.opd_weights * rollout_weights * opd_terms).sum() / denominators.opd
 
+    kl = torch.zeros_like(ratio) if batch.ref_log_probs is None else token_kl(log_probs, batch, objective)
     kl_loss = torch.zeros_like(pg_loss)
-    if batch.ref_log_probs is not None:
-        # No gradient from the reference, and none of a huge k3 on tokens that carry no weight.
-        pi = torch.where(weights > 0, log_probs, batch.ref_log_probs)
-        kl = kl_estimate(pi, batch.ref_log_probs, objective.kl_estimator)
-        kl_loss = objective.kl_coef * (weights * kl).sum() / pg_n
+    if objective.kl_in == "loss":
+        kl_loss = (objective.kl_coef if kl_coef is None else kl_coef) * (reduced * kl).sum() / reduced_n
 
-    loss = pg_loss + opd_loss + kl_loss
+    junior_kl = torch.zeros_like(pg_loss)
+    if batch.junior_weights is not None:
+        assert batch.junior_log_probs is not None
+        written = batch.junior_weights > 0
+        junior = torch.where(written, batch.junior_log_probs, 0.0)
+        # Sampled from the junior, so the estimate is of KL(junior || senior): the roles of `kl_estimate` swapped.
+        pull = kl_estimate(junior, torch.where(written, log_probs, junior), "k3")
+        junior_kl = (batch.junior_weights * pull).sum() / denominators.junior
+    junior_kl_loss = objective.lambda_jun * junior_kl
+
+    loss = pg_loss + opd_loss + kl_loss + junior_kl_loss
     with torch.no_grad():
-        outside = (ratio < 1.0 - objective.clip_low) | (ratio > 1.0 + objective.clip_high)
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(learns, weights * values, 0.0).sum() / pg_n
+
+        clipped = pg_ratio > 1.0 + objective.clip_high
+        if objective.surrogate == "clip":
+            clipped |= pg_ratio < 1.0 - objective.clip_low
         metrics = {
             "loss": loss,
             "pg_loss": pg_loss,
             "opd_loss": opd_loss,
             "kl_loss": kl_loss,
-            "entropy": (weights * entropy).sum() / pg_n,
-            "ratio_mean": (weights * ratio).sum() / pg_n,
-            "clip_fraction": (weights * outside).sum() / pg_n,
-            "logprob_diff": (weights * log_ratio.abs()).sum() / pg_n,
+            "junior_kl_loss": junior_kl_loss,
+            "entropy": mean(entropy),
+            "ratio_mean": mean(pg_ratio),
+            "clip_fraction": mean(clipped),
+            "logprob_diff": mean((log_probs - engine).abs()),
+            "kl": mean(kl),
+            "junior_kl": junior_kl,
+            "rollout_weight_mean": mean(rollout_weights),
+            "rollout_weight_cut": mean(rollout_weights != raw),
         }
         assert tuple(metrics) == LOSS_METRICS
-        return loss, {name: float(value) for name, value in metrics.items()}
+        # One wait for the device: everything is read at once.
+        *values, sound = torch.stack(
+            [*(m.double() for m in metrics.values()), log_ratio.isfinite().all().double()]
+        ).tolist()
+    if not sound or not all(map(math.isfinite, values)):
+        _explain_fault(log_probs, entropy, batch, values[0])
+    return loss, dict(zip(metrics, values, strict=True))
+
+
+def _sequences(batch: PackedTokens) -> Tensor:
+    assert batch.sequences is not None, "this reduction or ratio needs PackedTokens.sequences"
+    return batch.sequences
+
+
+def _sequence_ratio(log_ratio: Tensor, weights: Tensor, sequences: Tensor, sums: SequenceSums) -> Tensor:
+    """exp of the response's weighted mean log-ratio, at each of its tokens [T].
+
+    The value is the response's, the gradient passes through the token's own log-ratio alone (GSPO-token): over a response with
+    one advantage it adds up to the gradient of the response's ratio, and no gradient has to pass between ranks.
+    """
+    with torch.no_grad():
+        mean = sums(weights * log_ratio, sequences) / sums(weights, sequences).clamp(min=_LEAST)
+    return (mean[sequences] + (log_ratio - log_ratio.detach())).exp()
+
+
+def _explain_fault(log_probs: Tensor, entropy: Tensor, batch: PackedTokens, loss: float) -> NoReturn:
+    """Raise DataError for the first value that is not finite where it counts."""
+    learns, aligned = batch.weights > 0, batch.opd_weights > 0
+    nothing = torch.zeros_like(learns)
+    inputs = (
+        ("log_probs", log_probs, learns | aligned),
+        ("old_log_probs", batch.old_log_probs, learns | aligned),
+        ("rollout_log_probs", batch.rollout_log_probs, learns | aligned),
+        ("advantages", batch.advantages, learns),
+        ("teacher_log_probs", batch.teacher_log_probs, aligned),
+        ("ref_log_probs", batch.ref_log_probs, learns),
+        (
+            "junior_log_probs",
+            batch.junior_log_probs,
+            nothing if batch.junior_weights is None else batch.junior_weights > 0,
+        ),
+        (
+            "log_probs of junior tokens",
+            log_probs,
+            nothing if batch.junior_weights is None else batch.junior_weights > 0,
+        ),
+        ("entropy", entropy, learns),
+    )
+    for name, values, where in inputs:
+        if values is not None and (bad := (where & ~values.isfinite()).nonzero()).numel():
+            i = int(bad[0])
+            raise DataError(
+                explain(
+                    f"{name}[{i}]",
+                    float(values[i]),
+                    f"a finite number on every token that counts ({len(bad)} are not)",
+                    "look for NaN in the weights, extreme logits, or sampling that the trainer does not replay",
+                )
+            )
+    remedy = (
+        "lower optimizer.lr, set objective.dual_clip, or use kl_estimator k1 or k2: a ratio has left the number range"
+    )
+    raise DataError(explain("loss", loss, "finite terms and ratios", remedy))

@@ -36,6 +36,7 @@ CURVES = (
     ("rollout/reward_mean", "Reward"),
     ("rollout/accuracy", "Rollout accuracy"),
     ("opd/teacher_kl", "Teacher KL"),
+    ("train/kl", "KL to the start"),
     ("tandem/senior_token_fraction", "Senior token fraction"),
     ("rollout/response_tokens_mean", "Response tokens"),
     ("train/entropy", "Entropy"),

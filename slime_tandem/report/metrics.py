@@ -48,6 +48,22 @@ def _eval(name: str, unit: str, reduction: Reduction, direction: Direction, desc
 
 _TABLE = (
     _step("rollout/reward_mean", "reward", "sample mean", "up", "task reward of the step's rollouts"),
+    *(
+        _step(
+            f"rollout/reward_p{q:02d}",
+            "reward",
+            "sample mean",
+            "up",
+            f"{q}% quantile of the rewards (by task: rewards.jsonl)",
+        )
+        for q in (5, 25, 50, 75, 95)
+    ),
+    _step(
+        "rollout/reward_worst_task", "reward", "sample mean", "up", "reward_mean of the task tag with the lowest one"
+    ),
+    _step(
+        "rollout/reward_best_task", "reward", "sample mean", "up", "reward_mean of the task tag with the highest one"
+    ),
     _step("rollout/accuracy", "fraction", "sample mean", "up", f"share of rollouts with a reward of {RIGHT_REWARD:g}"),
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
@@ -181,7 +197,9 @@ _TABLE = (
         for name in ("dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random")
     ),
     _step("group/zero_variance_fraction", "fraction", "group mean", "down", "groups whose rewards are all equal"),
-    _step("train/loss", "1", "update mean", "none", "the whole loss: the three terms below"),
+    _step("group/zero_variance_groups", "groups", "sum over the step", "down", "these groups; they teach nothing"),
+    _step("group/clipped_advantages", "fraction", "sample mean", "none", "advantages that clip_advantages changed"),
+    _step("train/loss", "1", "update mean", "none", "the whole loss: the four terms below"),
     _step("train/pg_loss", "1", "token mean", "none", "clipped surrogate of the task reward, with its weight"),
     _step(
         "train/opd_loss",
@@ -191,6 +209,44 @@ _TABLE = (
         "the distillation signal (clipped surrogate, or divergence), with its weight",
     ),
     _step("train/kl_loss", "nats", "token mean", "none", "KL to the frozen start weights, with its weight"),
+    _step(
+        "train/junior_kl_loss", "nats", "token mean", "none", "KL from the junior on its own tokens, with lambda_jun"
+    ),
+    _step("train/kl", "nats", "token mean", "down", "KL to the start weights by kl_estimator, on trained tokens"),
+    _step(
+        "train/kl_p95",
+        "nats",
+        "token mean",
+        "down",
+        "95% quantile of that estimate over the trained tokens of all updates",
+    ),
+    _step("train/kl_coef", "1", "value at the end", "none", "weight of that KL; adapts with objective.kl_target"),
+    _step(
+        "train/kl_guard", "updates", "sum over the step", "down", "updates with a KL above twice objective.kl_target"
+    ),
+    _step("train/updates", "updates", "sum over the step", "none", "optimizer steps (fewer when the guard skips some)"),
+    _step("train/junior_kl", "nats", "token mean", "down", "estimate of KL(junior || senior) on junior-written tokens"),
+    _step(
+        "train/rollout_weight_mean",
+        "1",
+        "token mean",
+        "none",
+        "importance weight between engine and trainer; 1 without one",
+    ),
+    _step(
+        "train/rollout_weight_cut",
+        "fraction",
+        "token mean",
+        "down",
+        "trained tokens whose weight hit rollout_weight_max",
+    ),
+    _step(
+        "train/rollout_masked_tokens",
+        "tokens",
+        "sum over the step",
+        "down",
+        "tokens outside the bounds of rollout_weights",
+    ),
     _step("train/grad_norm", "1", "update mean", "none", "global gradient norm before clipping"),
     _step("train/clip_fraction", "fraction", "token mean", "none", "trained tokens whose ratio was clipped"),
     _step("train/ratio_mean", "1", "token mean", "none", "pi_trainer / pi_rollout on trained tokens; 1 when in step"),

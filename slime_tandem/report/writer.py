@@ -149,13 +149,13 @@ class RunWriter:
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.run_dir = run_dir
         self._resumed = resume_step is not None
-        self._metrics, self._evals, self._transcripts = (
-            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl")
+        self._metrics, self._evals, self._transcripts, self._rewards = (
+            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
         )
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         explain(
@@ -167,6 +167,7 @@ class RunWriter:
                     )
         else:
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
+            _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
             _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row["phase"] == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
@@ -189,6 +190,11 @@ class RunWriter:
         self._append(self._metrics, [{"step": step, **row}])
         self._last_step = step
         self._events.scalars(step, row)
+
+    def write_rewards(self, step: int, histograms: Sequence[Mapping[str, Any]]) -> None:
+        """Append a step's `objective.advantages.reward_histograms`, one row per task tag; TensorBoard gets them, too."""
+        self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
+        self._events.histograms(step, histograms)
 
     def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
@@ -257,6 +263,24 @@ class _EventFile:
         """One event with all values of the row that exist."""
         values = [
             summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in row.items() if value is not None
+        ]
+        self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+
+    def histograms(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """One event with a histogram of the rewards of each task."""
+        values = [
+            summary_pb2.Summary.Value(
+                tag=f"rollout/reward/{r['task']}",
+                histo=summary_pb2.HistogramProto(
+                    min=r["min"],
+                    max=r["max"],
+                    num=r["samples"],
+                    sum=r["mean"] * r["samples"],
+                    bucket_limit=r["edges"][1:],
+                    bucket=r["counts"],
+                ),
+            )
+            for r in records
         ]
         self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
 

@@ -168,3 +168,43 @@ def test_batches_hold_every_row_once_and_mini_batches_whole_groups(
     assert sorted(id(r) for m in micros for r in m) == sorted(map(id, rows))
     for m in micros:
         assert len(m) == 1 or max(len(r.tokens) for r in m) * len(m) <= max_tokens
+
+
+def test_the_kl_in_the_reward_counts_before_the_group_is_centred() -> None:
+    """Three tokens, two of them the senior's: k1 of these is 1 nat each for the first sample, 0 for the second."""
+    samples = [scored(0, 1.0), scored(0, 0.0)]
+    settings = ("objective.kl_coef=0.25", "objective.kl_in=reward", "objective.kl_estimator=k1")
+    reference = [np.array([-1.5, np.nan, -1.5]), np.full(3, -0.5)]
+    rows, _ = build_rows(samples, config(*settings), reference)
+    assert [r.advantage for r in rows] == pytest.approx([0.25, -0.25]), "1 - 0.25 * 2 against 0"
+    assert rows[0].ref_log_probs is reference[0]
+    rows, _ = build_rows(samples, config(*settings), reference, kl_coef=0.5)
+    assert [r.advantage for r in rows] == pytest.approx([0.0, 0.0])
+    rows, _ = build_rows(samples, config("objective.kl_coef=0.25"), reference)
+    assert [r.advantage for r in rows] == [0.5, -0.5], "as a loss term it leaves the rewards alone"
+
+
+def test_the_juniors_own_tokens_and_log_probs_go_with_the_row() -> None:
+    rows, _ = build_rows([scored(0, 1.0), scored(0, 0.0)], config("objective.lambda_jun=0.1"))
+    assert rows[0].junior_weights is not None
+    assert rows[0].junior_log_probs is not None
+    assert rows[0].junior_weights.tolist() == [0.0, 1.0, 0.0]
+    assert rows[0].junior_log_probs[1] == -0.5
+    rows, _ = build_rows([scored(0, 1.0), scored(0, 0.0)], config())
+    assert rows[0].junior_weights is None
+
+
+def test_the_settings_of_the_advantages_reach_the_rows() -> None:
+    samples = [scored(g, r) for g, r in ((0, 0.0), (0, 0.0), (0, 3.0), (1, 5.0))]
+    rows, metrics = build_rows(samples, config("objective.baseline=leave_one_out", "objective.clip_advantages=2"))
+    assert [r.advantage for r in rows] == [-1.5, -1.5, 2.0, 0.0]
+    assert metrics["group/clipped_advantages"] == 0.25
+    assert (metrics["group/zero_variance_groups"], metrics["group/zero_variance_fraction"]) == (1.0, 0.5)
+    rows, _ = build_rows(samples, config("objective.baseline=median", "objective.scale_advantages=mad"))
+    assert rows[2].advantage == pytest.approx(3 / 1.2533)
+
+
+def test_an_empty_response_is_a_row() -> None:
+    rows, _ = build_rows([scored(0, 1.0, mask=()), scored(0, 0.0)], config())
+    assert rows[0].response_length == 0
+    assert rows[0].advantage == 0.5

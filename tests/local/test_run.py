@@ -33,6 +33,8 @@ BASE: dict[str, Any] = {
     "eval": {"prompts": 4},
     "engine": {"cache_tokens": 4096, "backoff_s": 0.05, "max_retries": 2},
     "optimizer": {"lr": 0.01},
+    # A coefficient that moves at every update: a resumed run must go on with it.
+    "objective": {"kl_coef": 0.1, "kl_target": 0.02, "lambda_jun": 0.1},
 }
 
 
@@ -144,6 +146,8 @@ def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
         assert [(r["step"], r["phase"]) for r in rows(arm / "eval.jsonl")] == [(0, "before"), (4, "after")]
         assert (arm / "checkpoints" / "step-000004").is_dir()
         assert list((arm / "tb").iterdir())
+        rewards = rows(arm / "rewards.jsonl")
+        assert [(r["step"], r["task"], sum(r["counts"])) for r in rewards] == [(i, "chain_sum", 6) for i in range(4)]
     assert (uninterrupted / "report.html").stat().st_size > 1000
     assert read_boundaries(uninterrupted / "boundaries.json").ids, "enough to recompute who wrote what"
     assert RunConfig.load(uninterrupted / "config.yaml").train.steps == 4
@@ -153,6 +157,8 @@ def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
         assert row["train/logprob_diff"] < 1e-4, "the trainer and the engine hold the same weights"
         assert row["opd/failed_samples"] == 0
         assert 0 < row["opd/coverage"] <= 1
+        assert row["train/junior_kl"] > 0
+    assert len({row["train/kl_coef"] for row in run}) == 4
     for row in control:
         assert row["tandem/senior_token_fraction"] == 1
         assert row["opd/teacher_kl"] is None
@@ -174,7 +180,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     process.communicate()
     finish(start(config, tmp_path, "--resume"))
     for part in ("", "control"):
-        for name in ("metrics.jsonl", "eval.jsonl"):
+        for name in ("metrics.jsonl", "eval.jsonl", "rewards.jsonl"):
             assert comparable(run / part / name) == comparable(uninterrupted / part / name), f"{part}/{name}"
     deadline = time.monotonic() + 20
     while servers_of(run) and time.monotonic() < deadline:

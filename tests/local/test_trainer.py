@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from slime_tandem.config import RunConfig
+from slime_tandem.errors import TandemError
 from slime_tandem.local.batches import TrainRow
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.trainer import Trainer
@@ -142,6 +145,7 @@ def test_kl_to_the_start_is_zero_there_and_grows(trio) -> None:  # type: ignore[
     p = policy(trio, cfg)
     trainer = Trainer(cfg, p, MegatronPolicy.from_hf(trio.senior, None, threads=1))
     rows = rows_for(p, SENIOR_ONLY, NONE)
+    rows = [replace(row, ref_log_probs=row.old_log_probs) for row in rows]
     assert trainer.update(rows)["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert trainer.update(rows)["train/kl_loss"] > 1e-6
 
@@ -153,3 +157,128 @@ def test_several_updates_per_rollout_clip(trio) -> None:  # type: ignore[no-unty
     metrics = Trainer(cfg, p, None).update(rows)
     assert metrics["train/logprob_diff"] < 1e-5
     assert p.steps == 2
+
+
+def with_reference(rows: Sequence[TrainRow], shift: float = 0.0) -> list[TrainRow]:
+    return [replace(row, ref_log_probs=row.old_log_probs - shift) for row in rows]
+
+
+def trainer_with_kl(trio, *overrides: str) -> tuple[Trainer, list[TrainRow]]:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", "objective.kl_coef=0.1", "objective.kl_target=0.05", *overrides)
+    p = policy(trio, cfg)
+    trainer = Trainer(cfg, p, MegatronPolicy.from_hf(trio.senior, None, threads=1))
+    return trainer, rows_for(p, [*SENIOR_ONLY, *SENIOR_ONLY], [*NONE, *NONE])
+
+
+def test_the_start_weights_score_each_sample_once_and_in_order(trio) -> None:  # type: ignore[no-untyped-def]
+    trainer, rows = trainer_with_kl(trio)
+    samples = [
+        SimpleNamespace(prompt_ids=r.tokens[: -r.response_length], response_ids=r.tokens[-r.response_length :])
+        for r in rows
+    ]
+    reference = trainer.reference_log_probs(samples)  # type: ignore[arg-type]
+    assert reference is not None
+    for row, scores in zip(rows, reference, strict=True):
+        np.testing.assert_allclose(scores, row.old_log_probs, atol=1e-5)
+    assert Trainer(config(), trainer.policy, None).reference_log_probs(samples) is None  # type: ignore[arg-type]
+
+
+def test_the_coefficient_falls_below_the_target_and_rises_above_it(trio) -> None:  # type: ignore[no-untyped-def]
+    trainer, rows = trainer_with_kl(trio, "objective.kl_estimator=k1")
+    metrics = trainer.update(with_reference(rows))
+    assert metrics["train/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert trainer.kl_coef == metrics["train/kl_coef"] == pytest.approx(0.1 * np.exp(-0.2))
+    trainer, rows = trainer_with_kl(trio, "objective.kl_estimator=k1")
+    metrics = trainer.update(with_reference(rows, shift=0.09))
+    assert metrics["train/kl"] == pytest.approx(0.09, abs=1e-5)
+    assert metrics["train/kl_p95"] == pytest.approx(0.09, abs=1e-4)
+    assert trainer.kl_coef == pytest.approx(0.1 * np.exp(0.2))
+    assert metrics["train/kl_guard"] == 0.0
+
+
+@pytest.mark.parametrize(("guard", "updates"), [("double", 2), ("skip_updates", 1), ("stop", 0)])
+def test_the_guard_acts_above_twice_the_target(trio, guard: str, updates: int) -> None:  # type: ignore[no-untyped-def]
+    trainer, rows = trainer_with_kl(
+        trio, f"objective.kl_guard={guard}", "train.updates_per_step=2", "optimizer.lr=1e-6"
+    )
+    far = with_reference(rows, shift=2.0)
+    if guard == "stop":
+        with pytest.raises(TandemError, match=r"train/kl=.*twice objective\.kl_target=0\.05"):
+            trainer.update(far)
+        return
+    metrics = trainer.update(far)
+    assert metrics["train/updates"] == metrics["train/kl_guard"] == trainer.policy.steps == updates
+    assert trainer.kl_coef == pytest.approx(0.1 * 2**updates)
+
+
+def test_a_coefficient_taken_from_a_checkpoint_goes_on_bit_for_bit(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def learn(trainer: Trainer, rows: Sequence[TrainRow], times: int) -> list[dict[str, float | None]]:
+        return [trainer.update(with_reference(rows, 0.02)) for _ in range(times)]
+
+    whole, rows = trainer_with_kl(trio)
+    expected = learn(whole, rows, 4)
+    assert len({m["train/kl_coef"] for m in expected}) == 4
+    first, _ = trainer_with_kl(trio)
+    learn(first, rows, 2)
+    first.policy.save_checkpoint(tmp_path / "c", {"step": 2, "kl_coef": first.kl_coef})
+    second, _ = trainer_with_kl(trio)
+    second.kl_coef = second.policy.load_checkpoint(tmp_path / "c")["kl_coef"]
+    assert learn(second, rows, 2) == expected[2:]
+
+
+def test_own_old_log_probs_weigh_the_engines_disagreement(trio) -> None:  # type: ignore[no-untyped-def]
+    """The engine is off by a factor of e on one token: its weight is 1/e, or its mask takes it and it is counted."""
+    for mode, masked in (("truncated", 0.0), ("masked", 1.0)):
+        cfg = config("opd.enabled=false", f"objective.rollout_weights={mode}")
+        p = policy(trio, cfg)
+        rows = rows_for(p, SENIOR_ONLY, NONE)
+        shift = np.zeros(3)
+        shift[1] = 1.0
+        rows = [replace(rows[0], old_log_probs=rows[0].old_log_probs + shift), rows[1]]
+        metrics = Trainer(cfg, p, None).update(rows)
+        assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5), "against the trainer's own"
+        expected = (4 + np.exp(-1)) / 5 if mode == "truncated" else 1.0
+        assert metrics["train/rollout_weight_mean"] == pytest.approx(expected, abs=1e-4)
+        assert metrics["train/logprob_diff"] == pytest.approx(1 / 5 if mode == "truncated" else 0.0, abs=1e-4)
+        assert metrics["train/rollout_masked_tokens"] == masked
+
+
+def test_lambda_jun_pulls_the_senior_to_what_the_junior_wrote(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", "objective.lambda_jun=0.5")
+    p = policy(trio, cfg)
+    (row,) = rows_for(p, [[0.0]], [[0.0]])
+    before = row.old_log_probs
+    row = replace(row, junior_weights=np.ones(1), junior_log_probs=before + 1.0)
+    metrics = Trainer(cfg, p, None).update([row])
+    kl = np.exp(-1.0) - 1 + 1.0
+    assert metrics["train/junior_kl"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["train/junior_kl_loss"] == pytest.approx(0.5 * kl, rel=1e-4)
+    with torch.no_grad():
+        new, _ = token_log_probs(p.response_logits([row.tokens], [1]), torch.tensor(row.tokens[-1:]))
+    assert float(new[0]) > before[0]
+
+
+def test_an_empty_response_is_a_row_that_teaches_nothing(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", "objective.reduction=sequence_mean")
+    rows = rows_for(policy(trio, cfg), SENIOR_ONLY, NONE)
+    nothing = np.zeros(0)
+    empty = replace(rows[0], old_log_probs=nothing, weights=nothing, opd_weights=nothing, teacher_log_probs=nothing)
+    whole = gradient(trio, cfg, rows)
+    assert largest(whole, gradient(trio, cfg, [*rows, empty])) < 1e-5 * max(1.0, largest(whole))
+    alone = config("opd.enabled=false", "train.micro_batch_tokens=1")  # a micro-batch of its own
+    assert largest(gradient(trio, alone, [*rows, empty])) > 0
+
+
+@pytest.mark.parametrize(
+    "change", ["reduction=sequence_mean", "reduction=constant", "ratio=sequence", "surrogate=cispo"]
+)
+def test_the_settings_reach_the_loss_and_micro_batches_change_nothing(trio, change: str) -> None:  # type: ignore[no-untyped-def]
+    rows = rows_for(policy(trio, config()), [*SENIOR_ONLY, *SENIOR_ONLY], [*NONE, *NONE])
+    rng = np.random.default_rng(1)
+    rows = [replace(r, old_log_probs=r.old_log_probs + rng.normal(0, 0.5, r.response_length)) for r in rows]
+    base = ("opd.enabled=false", f"objective.{change}")
+    whole = gradient(trio, config(*base), rows)
+    assert largest(whole, gradient(trio, config("opd.enabled=false"), rows)) > 1e-4
+    assert largest(whole, gradient(trio, config(*base, "train.micro_batch_tokens=1"), rows)) < 1e-5 * max(
+        1, largest(whole)
+    )

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slime_tandem.errors import DataError
-from slime_tandem.objective.advantages import group_advantages
+from slime_tandem.objective.advantages import clip_advantages, group_advantages, reward_histograms
 
 reward = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 0.1]), st.floats(-100, 100, allow_subnormal=False))
 batches = st.lists(st.tuples(reward, st.integers(-3, 5)), min_size=1, max_size=40)
@@ -122,3 +122,81 @@ def test_a_reward_that_is_no_number_is_refused(bad: float) -> None:
 def test_a_missing_group_id_is_refused() -> None:
     with pytest.raises(DataError, match=r"group_ids=1: expected one per reward \(2\)"):
         group_advantages([0.0, 1.0], [0])
+
+
+BASELINES = ("mean", "leave_one_out", "median")
+
+
+def test_the_median_and_the_mad_by_hand() -> None:
+    """Rewards 1, 2, 3, 100: median 2.5, distances 1.5, 0.5, 0.5, 97.5, of which the median is 1."""
+    rewards, ids = [1, 2, 3, 100], [0] * 4
+    advantages, flat = group_advantages(rewards, ids, "mad", "median")
+    assert advantages.tolist() == pytest.approx([a / 1.4826 for a in (-1.5, -0.5, 0.5, 97.5)])
+    assert flat == 0.0
+    # Most of a group alike: the MAD is 0, the mean distance from the median is 1/4.
+    advantages, _ = group_advantages([0, 0, 0, 1], ids, "mad")
+    assert advantages.tolist() == pytest.approx([a / (1.2533 / 4) for a in (-0.25, -0.25, -0.25, 0.75)])
+
+
+@given(batches)
+def test_leave_one_out_compares_with_the_others(batch: list[tuple[float, int]]) -> None:
+    rewards, ids = zip(*batch, strict=True)
+    advantages, _ = group_advantages(rewards, ids, baseline="leave_one_out")
+    for i, (r, g) in enumerate(batch):
+        others = [x for j, (x, h) in enumerate(batch) if h == g and j != i]
+        expected = r - sum(others) / len(others) if others else 0.0
+        assert advantages[i] == pytest.approx(expected, abs=1e-9 * (1 + abs(r)))
+
+
+@given(batches, st.sampled_from(BASELINES), st.sampled_from((*SCALES, "mad")), st.randoms(use_true_random=False))
+def test_any_baseline_and_scale_keeps_to_the_group_and_the_order(
+    batch: list[tuple[float, int]], baseline: str, scale: str, rnd: object
+) -> None:
+    rewards, ids = zip(*batch, strict=True)
+    together, _ = group_advantages(rewards, ids, scale, baseline)  # type: ignore[arg-type]
+    order = list(range(len(batch)))
+    rnd.shuffle(order)  # type: ignore[attr-defined]
+    shuffled, _ = group_advantages([rewards[i] for i in order], [ids[i] for i in order], scale, baseline)  # type: ignore[arg-type]
+    np.testing.assert_allclose(shuffled, together[order], rtol=1e-6, atol=1e-9)
+    for g in set(ids):
+        members = [i for i, x in enumerate(ids) if x == g]
+        alone, flat = group_advantages([rewards[i] for i in members], [0] * len(members), scale, baseline)  # type: ignore[arg-type]
+        np.testing.assert_allclose(together[members], alone, rtol=1e-6, atol=1e-9)
+        if flat:
+            assert alone.tolist() == [0.0] * len(members)
+        elif baseline != "median":
+            assert abs(alone.sum()) < 1e-6 * max(1.0, np.abs(alone).max())
+        else:
+            assert (alone > 0).sum() <= len(alone) / 2 >= (alone < 0).sum()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("scale", [*SCALES, "mad"])
+def test_a_group_of_one_has_advantage_zero(baseline: str, scale: str) -> None:
+    advantages, flat = group_advantages([3.0, 1.0, 2.0], [0, 1, 1], scale, baseline)  # type: ignore[arg-type]
+    assert advantages[0] == 0.0
+    assert flat == 0.5
+    assert advantages[2] == -advantages[1] > 0
+
+
+def test_clipping_says_how_many_it_changed() -> None:
+    advantages = np.array([-3.0, 0.5, 2.0, 2.5])
+    clipped, share = clip_advantages(advantages, 2.0)
+    assert (clipped.tolist(), share) == ([-2.0, 0.5, 2.0, 2.0], 0.5)
+    assert clip_advantages(advantages, None) == (advantages, 0.0)
+    assert clip_advantages(np.zeros(0), 2.0)[1] == 0.0
+
+
+def test_rewards_by_task() -> None:
+    rewards = [0.0, 1.0, 1.0, 5.0, 0.25]
+    records = reward_histograms(rewards, ["a", "a", "b", "c", "a"])
+    assert [r["task"] for r in records] == ["a", "b", "c"]
+    first = records[0]
+    assert (first["samples"], first["min"], first["max"]) == (3, 0.0, 1.0)
+    assert first["p50"] == 0.25
+    assert first["mean"] == pytest.approx(1.25 / 3)
+    assert first["counts"] == [1, 0, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert len(first["edges"]) == 11
+    assert [sum(r["counts"]) for r in records] == [3, 1, 1]
+    assert len({tuple(r) for r in records}) == 1, "the same keys for every task"
+    assert reward_histograms([], []) == []

@@ -7,12 +7,20 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig
-from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, clipped_surrogate, tandem_loss
+from slime_tandem.errors import DataError
+from slime_tandem.objective.loss import (
+    LOSS_METRICS,
+    Denominators,
+    PackedTokens,
+    clipped_surrogate,
+    sequence_sums,
+    tandem_loss,
+)
 
 F64 = torch.float64
 ALL_TERMS = ObjectiveConfig(reward_coef=0.7, kl_coef=0.3, kl_estimator="k3")
@@ -317,3 +325,274 @@ def test_one_step_moves_a_policy_as_the_advantages_say() -> None:
     (g,) = torch.autograd.grad(loss, logits)
     assert g[0, 0] < 0 < g[1, 1]
     torch.testing.assert_close(g.sum(-1), t(0, 0))
+
+
+# ---- surrogates, ratios, reductions, importance weights ----
+
+SEQUENCES = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2])
+LENGTH = 9
+
+
+def full_batch(
+    seed: int, objective: ObjectiveConfig, **spread: float
+) -> tuple[Tensor, Tensor, PackedTokens, Denominators]:
+    """Three responses with one advantage each, an empty fourth, the engine's log-probs, and the junior's of its tokens."""
+    log_probs, entropy, batch = random_batch(seed, **spread)
+    g = torch.Generator().manual_seed(seed + 1)
+    junior = (batch.weights == 0).double()
+    batch = dataclasses.replace(
+        batch,
+        advantages=torch.randn(3, generator=g, dtype=F64)[SEQUENCES],
+        sequences=SEQUENCES,
+        rollout_log_probs=batch.old_log_probs + 0.4 * torch.randn(12, generator=g, dtype=F64),
+        junior_weights=junior,
+        junior_log_probs=batch.old_log_probs + torch.randn(12, generator=g, dtype=F64),
+    )
+    per_response = [float(batch.weights[i == SEQUENCES].sum()) for i in range(4)]
+    den = Denominators.over(
+        per_response, float(batch.opd_weights.sum()), float(junior.sum()), objective.reduction, LENGTH
+    )
+    return log_probs, entropy, batch, den
+
+
+SETTINGS = [
+    {"reduction": "sequence_mean"},
+    {"reduction": "constant", "dual_clip": 1.6},
+    {"ratio": "sequence", "reduction": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
+    {"rollout_weights": "truncated", "rollout_weight_max": 1.2},
+    {"rollout_weights": "masked", "rollout_weight_min": 0.7, "rollout_weight_max": 1.4},
+    {"lambda_jun": 0.4, "kl_in": "reward"},
+]
+STOPPED = [
+    {"surrogate": "cispo"},
+    {"surrogate": "cispo", "ratio": "sequence", "reduction": "sequence_mean"},
+    {"ratio": "sequence", "rollout_weights": "truncated", "rollout_weight_max": 1.2},
+]
+"""A factor without gradient differs between the tokens of a response: the value has another slope than the update."""
+objectives = st.sampled_from([*SETTINGS, *STOPPED]).map(lambda changes: ALL_TERMS.model_copy(update=changes))
+
+
+def run(case: tuple[Tensor, Tensor, PackedTokens, Denominators], objective: ObjectiveConfig, **kwargs: object):  # type: ignore[no-untyped-def]
+    log_probs, entropy, batch, den = case
+    x = log_probs.detach().clone().requires_grad_()
+    loss, metrics = tandem_loss(x, entropy, batch, den, objective, OPD, **kwargs)  # type: ignore[arg-type]
+    loss.backward()
+    return loss.item(), x.grad, metrics
+
+
+@settings(deadline=None, max_examples=40)
+@given(seeds, st.sampled_from(SETTINGS).map(lambda changes: ALL_TERMS.model_copy(update=changes)))
+def test_every_setting_by_finite_differences(seed: int, objective: ObjectiveConfig) -> None:
+    """The ratio of a response has the token-wise gradient of GSPO-token: with one advantage per response, the true one."""
+    log_probs, entropy, batch, den = full_batch(seed, objective)
+    # Away from the kinks: the clip's edges, for tokens and for responses.
+    ratio = log_probs - batch.old_log_probs
+    means = torch.stack([(ratio * batch.weights)[i == SEQUENCES].sum() for i in range(3)])
+    means = means / torch.stack([batch.weights[i == SEQUENCES].sum() for i in range(3)]).clamp(min=1e-8)
+    edges = [
+        math.log(e) for e in (1 - objective.clip_low, 1 + objective.clip_high, objective.dual_clip or 1.9, 0.8, 1.28)
+    ]
+    assume(all(abs(float(v) - e) > 1e-4 for v in (*ratio, *means) for e in edges))
+
+    def f(x: Tensor) -> Tensor:
+        return tandem_loss(x, entropy, batch, den, objective, OPD)[0]
+
+    assert torch.autograd.gradcheck(f, (log_probs.requires_grad_(),), eps=1e-6, atol=1e-6)
+
+
+@laws
+@given(seeds, objectives)
+def test_any_setting_adds_up_over_micro_batches_of_whole_responses(seed: int, objective: ObjectiveConfig) -> None:
+    log_probs, entropy, batch, den = full_batch(seed, objective)
+    loss, grad, metrics = run((log_probs, entropy, batch, den), objective)
+    parts = []
+    for keep in ([2], [0, 1], []):
+        i = torch.tensor([t for t in range(12) if int(SEQUENCES[t]) in keep], dtype=torch.long)
+        parts.append(run((log_probs[i], entropy[i], take(batch, i), den), objective))
+    assert sum(p[0] for p in parts) == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(torch.cat([parts[1][1], parts[0][1]]), grad)
+    for name in LOSS_METRICS:
+        assert sum(p[2][name] for p in parts) == pytest.approx(metrics[name], abs=1e-12)
+
+
+@laws
+@given(seeds, objectives, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_a_response_split_over_ranks_is_whole_with_summed_sums(
+    seed: int, objective: ObjectiveConfig, on_second: list[bool]
+) -> None:
+    """Context parallelism: tokens of one response lie on two ranks; `sums` adds up over them, and nothing else has to."""
+    log_probs, entropy, batch, den = full_batch(seed, objective)
+    loss, grad, metrics = run((log_probs, entropy, batch, den), objective)
+    second = torch.tensor(on_second)
+    ranks = [(~second).nonzero().squeeze(-1), second.nonzero().squeeze(-1)]
+    exchanged: list[list[Tensor]] = [[], []]  # what each rank gives to the k-th all-reduce
+    results = []
+    for last in (False, True):
+        # Sums that depend on earlier sums would differ in the first pass; the second has the true ones.
+        results = []
+        for rank, i in enumerate(ranks):
+            calls = iter(range(100))
+
+            def sums(values: Tensor, sequences: Tensor, rank: int = rank, calls=calls) -> Tensor:  # type: ignore[no-untyped-def]
+                local = sequence_sums(values.detach(), sequences, 3)
+                k = next(calls)
+                if not last:  # noqa: B023
+                    exchanged[rank].append(local)
+                    return local
+                return exchanged[0][k] + exchanged[1][k]
+
+            results.append(run((log_probs[i], entropy[i], take(batch, i), den), objective, sums=sums))
+    assert sum(r[0] for r in results) == pytest.approx(loss, abs=1e-12)
+    for i, r in zip(ranks, results, strict=True):
+        torch.testing.assert_close(r[1], grad[i])
+    for name in LOSS_METRICS:
+        assert sum(r[2][name] for r in results) == pytest.approx(metrics[name], abs=1e-12)
+
+
+@laws
+@given(seeds, objectives)
+def test_with_any_setting_weightless_tokens_may_hold_anything(seed: int, objective: ObjectiveConfig) -> None:
+    case = full_batch(seed, objective)
+    log_probs, entropy, batch, den = case
+    idle = (batch.weights == 0) & (batch.opd_weights == 0)
+    loss, grad, metrics = run(case, objective)
+    nan = float("nan")
+    other = dataclasses.replace(
+        batch,
+        old_log_probs=torch.where(idle, nan, batch.old_log_probs),
+        rollout_log_probs=torch.where(idle, -1e4, batch.rollout_log_probs),  # type: ignore[arg-type]
+        ref_log_probs=torch.where(idle, nan, batch.ref_log_probs),  # type: ignore[arg-type]
+        advantages=torch.where(idle, nan, batch.advantages),
+        junior_log_probs=torch.where(idle, batch.junior_log_probs, nan),  # type: ignore[arg-type]
+    )
+    changed = run((log_probs, torch.where(idle, nan, entropy), other, den), objective)
+    assert changed[0] == loss
+    assert torch.equal(changed[1], grad)
+    assert changed[2] == metrics
+    if objective.lambda_jun == 0:
+        assert (grad[idle] == 0).all()
+
+
+def test_reductions_by_hand() -> None:
+    """Responses of 3 and 1 tokens, a junior token among them, and an empty one; ratio 1, so that a term is -A."""
+    old = t(-1, -1, -1, -1)
+    batch = PackedTokens(old, t(2, 2, 2, -1), t(1, 1, 0, 1), t(0, 0, 0, 0), old, sequences=torch.tensor([0, 0, 0, 1]))
+    expected = {"token_mean": (-2 - 2 + 1) / 3, "sequence_mean": (-2 + 1) / 2, "constant": (-2 - 2 + 1) / (3 * 8)}
+    for reduction, value in expected.items():
+        objective = ObjectiveConfig(reduction=reduction)  # type: ignore[arg-type]
+        den = Denominators.over([2, 1, 0], 0, 0, objective.reduction, 8)
+        loss, _, metrics = loss_and_grad(old, t(4, 4, 9, 1), batch, den, objective, NO_OPD)
+        assert loss == pytest.approx(value)
+        assert metrics["entropy"] == pytest.approx(3), "metrics are token means with any reduction"
+
+
+def test_the_dual_clip_bounds_what_a_bad_action_costs() -> None:
+    x = t(math.log(9.0), math.log(2.0), math.log(9.0)).requires_grad_()
+    out = clipped_surrogate(x.exp(), t(-1, -1, 1), 0.2, 0.28, 3.0)
+    assert out.tolist() == pytest.approx([3.0, 2.0, -1.28])
+    (g,) = torch.autograd.grad(out.sum(), x)
+    assert g.tolist() == pytest.approx([0.0, 2.0, 0.0])
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    """Weight min(ratio, 1 + clip_high) without a gradient of its own, times A, times the gradient of log pi."""
+    old = t(-1, -2, -1)
+    new = old + t(5.0, 0.1, 1.1).log()
+    batch = PackedTokens(old, t(1, 2, -3), t(1, 1, 1), t(0, 0, 0), old)
+    objective = ObjectiveConfig(surrogate="cispo")
+    loss, grad, metrics = loss_and_grad(new, t(0, 0, 0), batch, Denominators(3, 1), objective, NO_OPD)
+    coefficients = [-1.28 * 1, -0.1 * 2, 1.1 * 3]
+    assert grad.tolist() == pytest.approx([c / 3 for c in coefficients])
+    assert loss == pytest.approx(sum(c * v for c, v in zip(coefficients, new.tolist(), strict=True)) / 3)
+    assert metrics["clip_fraction"] == pytest.approx(1 / 3), "no lower bound"
+
+
+def test_the_ratio_of_a_response_is_its_weighted_geometric_mean() -> None:
+    old = t(-1, -1, -1, -1)
+    new = old + t(2.0, 0.5, 1.21, 77.0).log()
+    batch = PackedTokens(old, t(1, 1, 1, 1), t(1, 1, 2, 0), t(0, 0, 0, 0), old, sequences=torch.tensor([0, 0, 0, 0]))
+    objective = ObjectiveConfig(ratio="sequence")
+    _, grad, metrics = loss_and_grad(new, t(0, 0, 0, 0), batch, Denominators(4, 1), objective, NO_OPD)
+    assert metrics["ratio_mean"] == pytest.approx(1.1)
+    assert grad.tolist() == pytest.approx([-1.1 / 4, -1.1 / 4, -2.2 / 4, 0])
+
+
+@pytest.mark.parametrize(("mode", "weights"), [("truncated", [2.0, 0.25, 1.0]), ("masked", [0.0, 0.0, 1.0])])
+def test_importance_weights_by_hand(mode: str, weights: list[float]) -> None:
+    """Trainer over engine: 4, 1/4, 1. They scale the reward's term and the distillation's, not the KL."""
+    old = t(-1, -1, -1)
+    batch = PackedTokens(
+        old,
+        t(1, 1, 1),
+        t(1, 1, 1),
+        t(1, 1, 1),
+        old - 2,
+        ref_log_probs=old - 1,
+        rollout_log_probs=old - t(4, 0.25, 1).log(),
+    )
+    objective = ObjectiveConfig(rollout_weights=mode, kl_coef=1.0)  # type: ignore[arg-type]
+    _, _, metrics = loss_and_grad(old, t(0, 0, 0), batch, Denominators(3, 3), objective, OpdConfig(coef=0.5))
+    assert metrics["pg_loss"] == pytest.approx(-sum(weights) / 3)
+    assert metrics["opd_loss"] == pytest.approx(0.5 * 2 * sum(weights) / 3)
+    assert metrics["kl_loss"] == pytest.approx(math.exp(-1))
+    assert metrics["rollout_weight_mean"] == pytest.approx(sum(weights) / 3)
+    assert metrics["rollout_weight_cut"] == pytest.approx({"truncated": 1, "masked": 2}[mode] / 3)
+    assert metrics["logprob_diff"] == pytest.approx(2 * math.log(4) / 3), "trainer against engine, not against itself"
+
+
+def test_the_pull_toward_the_junior_is_the_kl_that_it_says() -> None:
+    """Expectation over what the junior samples: value KL(junior || senior), gradient -junior + senior on the logits."""
+    g = torch.Generator().manual_seed(3)
+    junior = torch.log_softmax(torch.randn(7, generator=g, dtype=F64), -1)
+    logits = torch.randn(7, generator=g, dtype=F64).requires_grad_()
+    senior = torch.log_softmax(logits, -1)
+    zero = torch.zeros(7, dtype=F64)
+    # Each token once, weighted with the junior's probability: the expectation itself.
+    batch = PackedTokens(zero, zero, zero, zero, zero, junior_weights=junior.exp(), junior_log_probs=junior)
+    objective = ObjectiveConfig(lambda_jun=0.5)
+    loss, metrics = tandem_loss(senior, zero, batch, Denominators(1, 1, 1.0), objective, NO_OPD)
+    exact = float((junior.exp() * (junior - senior.detach())).sum())
+    assert metrics["junior_kl"] == pytest.approx(exact)
+    assert loss.item() == pytest.approx(0.5 * exact)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, 0.5 * (senior.detach().exp() - junior.exp()))
+
+
+def test_the_adapted_coefficient_replaces_the_first_one() -> None:
+    log_probs, entropy, batch = random_batch(4)
+    den = denominators(batch)
+    _, first = tandem_loss(log_probs, entropy, batch, den, ALL_TERMS, OPD)
+    _, later = tandem_loss(log_probs, entropy, batch, den, ALL_TERMS, OPD, kl_coef=0.9)
+    assert later["kl_loss"] == pytest.approx(3 * first["kl_loss"])
+    assert later["kl"] == first["kl"] == pytest.approx(first["kl_loss"] / 0.3)
+
+
+BAD = [
+    ("log_probs", {}, float("nan"), r"log_probs\[0\]=nan"),
+    ("log_probs", {}, float("-inf"), r"log_probs\[0\]=-inf"),
+    ("old_log_probs", {}, float("-inf"), r"old_log_probs\[0\]=-inf"),
+    ("rollout_log_probs", {"rollout_weights": "truncated"}, float("nan"), r"rollout_log_probs\[0\]=nan"),
+    ("advantages", {}, float("inf"), r"advantages\[0\]=inf"),
+    ("teacher_log_probs", {}, float("nan"), r"teacher_log_probs\[0\]=nan"),
+    ("ref_log_probs", {}, float("-inf"), r"ref_log_probs\[0\]=-inf"),
+    ("entropy", {}, float("nan"), r"entropy\[0\]=nan"),
+    ("log_probs", {}, 800.0, r"loss=.*expected finite terms and ratios"),
+]
+
+
+@pytest.mark.parametrize(("field", "changes", "value", "message"), BAD)
+def test_a_value_that_is_no_number_where_it_counts_is_refused(
+    field: str, changes: dict[str, object], value: float, message: str
+) -> None:
+    objective = ALL_TERMS.model_copy(update=changes)
+    log_probs, entropy, batch, den = full_batch(7, objective)
+    batch = dataclasses.replace(batch, weights=torch.ones(12, dtype=F64), advantages=-batch.advantages.abs())
+    inputs = {"log_probs": log_probs.clone(), "entropy": entropy.clone()}
+    if field in inputs:
+        inputs[field][0] = value
+    else:
+        changed = getattr(batch, field).clone()
+        changed[0] = value
+        batch = dataclasses.replace(batch, **{field: changed})
+    with pytest.raises(DataError, match=message):
+        tandem_loss(inputs["log_probs"], inputs["entropy"], batch, den, objective, OPD)

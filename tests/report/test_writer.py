@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.util import tensor_util
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
+from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report import writer as writer_module
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.writer import RunWriter, Transcript, TranscriptToken, read_rows, transcript_of
@@ -221,3 +223,22 @@ def test_a_transcript_of_a_conversation_shows_the_roles_and_needs_a_text_per_tok
     assert [t.teacher_log_prob for t in made.tokens] == [None, None]
     with pytest.raises(ValueError, match="zip"):
         transcript_of(scored(None, messages), [" 2"])
+
+
+def test_rewards_by_task_go_to_their_file_and_to_tensorboard(tmp_path):
+    histograms = reward_histograms([0.0, 1.0, 0.25, 5.0], ["sum", "sum", "sum", "gcd"])
+    with RunWriter(tmp_path, resume_step=None) as writer:
+        for step in (0, 1):
+            writer.write_rewards(step, histograms)
+    with RunWriter(tmp_path, resume_step=1) as writer:
+        writer.write_rewards(1, histograms)
+    rows = [(row["step"], row["task"], row["samples"], row["p50"]) for row in read_rows(tmp_path / "rewards.jsonl")]
+    assert rows == [(0, "gcd", 1, 5.0), (0, "sum", 3, 0.25), (1, "gcd", 1, 5.0), (1, "sum", 3, 0.25)]
+    file = min((tmp_path / "tb").iterdir())
+    values = [(e.step, v) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
+    assert [(step, v.tag) for step, v in values] == [
+        (step, f"rollout/reward/{task}") for step in (0, 1) for task in ("gcd", "sum")
+    ]
+    table = tensor_util.make_ndarray(values[1][1].tensor)  # [bins, (from, to, count)]
+    assert table[:, 2].sum() == 3
+    assert table[-1, 1] == 1.0

@@ -1,0 +1,1 @@
+"""`slime-tandem doctor`: sanity probes on the user's own config and models, each with a remedy (docs/objective.md)."""
