@@ -3,9 +3,11 @@
     PYTHONPATH=. python scripts/benchmarks/objective_gpu.py            # [8192, 151936] bfloat16, about 3 minutes on an H100
     PYTHONPATH=. python scripts/benchmarks/objective_gpu.py --smoke    # a few tokens, also without a GPU: does it run
 
-Logits: normal with deviation 2, and 30 likely tokens per row, bfloat16; "flat" ones lack the latter. The sampled token is one of the 20
+Logits: normal with deviation 2, and 30 likely tokens per row, bfloat16; "flat" ones lack the latter. The sampled token
+is one of the 20
 best. Each figure is the median of several runs after one to warm up; what restores the logits is not timed. Extra memory is the
-allocator's peak beyond the logits, labels and incoming gradients. The floor is the logits read once and their gradient written once, at the
+allocator's peak beyond the logits, labels and incoming gradients. The floor is the logits read once and their gradient
+written once, at the
 rate at which this card copies them. The peers:
   torch    float32 copy, topk for the threshold, log_softmax, autograd
   sort     vLLM's reference: sort, mask by rank and by cumulative probability, scatter back, log_softmax, autograd
@@ -138,7 +140,12 @@ def measure(way: Way, data: tuple[Tensor, Tensor, Tensor], runs: int, restore: b
         if kept is not None:
             logits.copy_(kept)
     total = statistics.median(f + b for f, b in zip(forward, backward, strict=True))
-    return {"forward": statistics.median(forward), "backward": statistics.median(backward), "total": total, "extra": extra}
+    return {
+        "forward": statistics.median(forward),
+        "backward": statistics.median(backward),
+        "total": total,
+        "extra": extra,
+    }
 
 
 def check(data: tuple[Tensor, Tensor, Tensor], cut: Truncation) -> str:
@@ -171,7 +178,9 @@ def copy_rate(logits: Tensor) -> float:
     return 2 * logits.nbytes / statistics.median(times[1:])
 
 
-def row(name: str, found: dict[str, float] | None, floor: float, size: int, loop: dict[str, float] | None = None) -> str:
+def row(
+    name: str, found: dict[str, float] | None, floor: float, size: int, loop: dict[str, float] | None = None
+) -> str:
     if found is None:
         return f"| {name} | out of memory | | | | | |"
     faster = "" if loop is None else f"{loop['total'] / found['total']:.1f}"
@@ -203,7 +212,9 @@ def main() -> None:
     for cut in (CUT, Truncation(), Truncation(top_p=0.95), Truncation(top_k=50, top_p=0.9, min_p=0.02)):
         print(f"float64 check, {cut}: {check(data, cut)}", flush=True)
     loop = measure(by_loop, data, 1 if CUDA else 0)
-    lines.append(row("ours, in place", measure(lambda x, y: ours(x, y, in_place=True), data, runs, True), floor, size, loop))
+    lines.append(
+        row("ours, in place", measure(lambda x, y: ours(x, y, in_place=True), data, runs, True), floor, size, loop)
+    )
     for name, way, n in (("ours", ours, runs), ("torch", by_torch, 3), ("sort", by_sort, 2)):
         lines.append(row(name, measure(way, data, n), floor, size, loop))
         print(lines[-1], flush=True)
@@ -232,7 +243,11 @@ def main() -> None:
     del flat
 
     lines += ["", HEAD.format("shape, top_k=20, top_p=0.95")]
-    shapes = [(4, 256), (8, 1000)] if args.smoke else [(1024, V), (2048, V), (4096, V), (4096, 32000), (4096, 128256), (4096, 262144)]
+    shapes = (
+        [(4, 256), (8, 1000)]
+        if args.smoke
+        else [(1024, V), (2048, V), (4096, V), (4096, 32000), (4096, 128256), (4096, 262144)]
+    )
     for t, v in shapes:
         part = make(t, v)
         n = part[0].nbytes
@@ -250,7 +265,9 @@ def main() -> None:
         lines.append(row(f"[{T // 2}, {V}] {str(dtype)[6:]} ours", measure(ours, part, runs), least, n))
         del part
     card = torch.cuda.get_device_name() if CUDA else "CPU"
-    print(f"\n{card}, torch {torch.__version__}, {time.monotonic() - started:.0f} s in all; copy rate {rate / 1e12:.2f} TB/s\n")
+    print(
+        f"\n{card}, torch {torch.__version__}, {time.monotonic() - started:.0f} s in all; copy rate {rate / 1e12:.2f} TB/s\n"
+    )
     print("\n".join(lines))
 
 
@@ -261,7 +278,8 @@ def try_blocks(data: tuple[Tensor, Tensor, Tensor], floor: float) -> None:
     logits, labels, grads = data
     out = torch.empty_like(logits)
     for group, part, scan, grad in (
-        (64, 128, 4, 4), (64, 128, 8, 8), (64, 64, 4, 4), (64, 256, 8, 8), (128, 64, 4, 4), (128, 128, 8, 8), (32, 256, 4, 4), (64, 32, 2, 2),
+        (64, 128, 4, 4), (64, 128, 8, 8), (64, 64, 4, 4), (64, 256, 8, 8), (128, 64, 4, 4), (128, 128, 8, 8), (32, 256,
+        4, 4), (64, 32, 2, 2),
     ):  # fmt: skip
         for select in (1, 4) if (group, part, scan) == (64, 128, 4) else (4,):
             blocks = kernels.Blocks(group, part, 2048 // group, scan, select, grad)

@@ -25,7 +25,9 @@ class TrainRow:
     tokens carry no weight; `advantage` of the sample; `weights` [R]
     policy-gradient weights; `opd_weights` [R] above 0 on selected senior-written aligned tokens only (1, or the position's
     discount); `teacher_log_probs` [R] nats; `candidates` for the signals that compare distributions; `opd_total`: what the row
-    adds to the distillation term's denominator, None for the sum of `opd_weights`.
+    adds to the distillation term's denominator, None for the sum of `opd_weights`. `replayed` [R]: the senior drew it;
+    `kept_ids` as in
+    `TandemSample`.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +39,8 @@ class TrainRow:
     teacher_log_probs: FloatArray
     candidates: Candidates | None = None
     opd_total: float | None = None
+    replayed: BoolArray | None = None
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def response_length(self) -> int:
@@ -88,6 +92,8 @@ def build_rows(samples: Sequence[ScoredSample], config: RunConfig) -> tuple[list
                 teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
                 candidates=teacher.candidates if teacher else None,
                 opd_total=float(opd_weights.sum()) if chosen.denominator == "valid" else None,
+                replayed=senior,
+                kept_ids=sample.kept_ids,
             )
         )
     metrics: dict[str, float | None] = {"group/zero_variance_fraction": flat, "opd/failed_samples": float(failed)}

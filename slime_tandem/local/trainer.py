@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from slime_tandem.config import RunConfig
 from slime_tandem.local.batches import TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.replay import replay_of
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, PackedTokens, tandem_loss
+from slime_tandem.objective.truncation import Replay
 from slime_tandem.types import FloatArray
 
 
@@ -30,6 +33,8 @@ class Trainer:
         `train/logprob_diff` is of the first step only: there the policy still is the one that sampled, so it shows how far
         the trainer and the engine disagree.
         """
+        if self.config.sampling.truncates and self.config.sampling.truncation_replay == "recompute":
+            rows = self._with_own_log_probs(rows)
         ref_log_probs = self._ref_log_probs(rows)
         steps: list[dict[str, float]] = []
         for mini in mini_batches(rows, self.config.train.updates_per_step):
@@ -47,7 +52,8 @@ class Trainer:
         self.policy.zero_grad()
         for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
             logits = self._logits(self.policy, micro)
-            log_probs, entropy = self._log_probs(logits, micro)
+            replay = replay_of(self.config.sampling, micro, self.policy.device)
+            log_probs, entropy = self._log_probs(logits, micro, replay)
             ids, teacher = self._candidates(micro)
             packed = PackedTokens(
                 old_log_probs=self._pack([r.old_log_probs for r in micro]),
@@ -68,6 +74,22 @@ class Trainer:
             for name, value in metrics.items():
                 total[name] += value
         return total | {"grad_norm": self.policy.step()}
+
+    def _with_own_log_probs(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """The rows with old log-probs that this policy computes before its first update, truncation replayed.
+
+        The server's are of the full distribution where it does not tell what it kept.
+        """
+        own: dict[int, TrainRow] = {}
+        with torch.no_grad():
+            for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
+                replay = replay_of(self.config.sampling, micro, self.policy.device)
+                log_probs, _ = self._log_probs(self._logits(self.policy, micro), micro, replay)
+                parts = torch.split(log_probs.double().cpu(), [r.response_length for r in micro])
+                own.update(
+                    (id(row), replace(row, old_log_probs=p.numpy())) for row, p in zip(micro, parts, strict=True)
+                )
+        return [own[id(row)] for row in rows]
 
     def _ref_log_probs(self, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
         """Log-probs [R] of the start weights per row, computed once per rollout and reused by all its updates."""
@@ -96,9 +118,11 @@ class Trainer:
             values.append(np.zeros(shape) if row.candidates is None else row.candidates.teacher_log_probs)
         return torch.from_numpy(np.concatenate(ids)).to(self.policy.device), self._pack(values)
 
-    def _log_probs(self, logits: Tensor, micro: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    def _log_probs(
+        self, logits: Tensor, micro: Sequence[TrainRow], replay: Replay | None = None
+    ) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
-        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
+        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature, replay=replay)
 
     def _pack(self, parts: Sequence[FloatArray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).float().to(self.policy.device)

@@ -1,7 +1,9 @@
 """Log-probs of sampled tokens from logits, with the sampler's truncation replayed. Pure torch; Triton kernels on the GPU.
 
-No [T, V] tensor in float32 is ever held: logits are widened a few tokens at a time, in the forward pass and again in the backward,
-which keeps three numbers per token. The vocabulary may be sharded over the ranks of a process group (tensor parallelism); each token
+No [T, V] tensor in float32 is ever held: logits are widened a few tokens at a time, in the forward pass and again in
+the backward,
+which keeps three numbers per token. The vocabulary may be sharded over the ranks of a process group (tensor
+parallelism); each token
 stands alone, so sequences may be cut anywhere (context parallelism).
 """
 
@@ -47,7 +49,8 @@ def token_log_probs(
     the truncated and renormalised distribution, in which the sampled token always counts as kept: rounding may have put it just
     outside. The entropy is that of the full distribution and a metric: it carries no gradient.
 
-    `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks; `tokens` are ids of the whole vocabulary, and every rank gets
+    `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks; `tokens` are ids of the whole
+    vocabulary, and every rank gets
     the whole result. `in_place`: the backward overwrites `logits` with their gradient, for callers who need them no more.
 
     -inf is a token of probability 0 (log-prob -inf if it was sampled); a NaN or +inf makes its row NaN. Raises DataError for a
@@ -61,12 +64,13 @@ def token_log_probs(
     """
     task = _Task(temperature, replay or _NO_REPLAY, group, in_place)
     _check(logits, tokens, task)
-    log_probs, entropies = _TokenLogProbs.apply(logits, tokens, task)
+    log_probs, entropies = _TokenLogProbs.apply(logits, tokens, task)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
 
 def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0, *, group: Group = None) -> tuple[Tensor, Tensor]:
-    """(log-probs [T, k], ids [T, k]) of the k most likely tokens, best first, without gradient; arguments as for `token_log_probs`.
+    """(log-probs [T, k], ids [T, k]) of the k most likely tokens, best first, without gradient; arguments as for
+    `token_log_probs`.
 
     Raises DataError for a k that the vocabulary does not have.
 
@@ -111,17 +115,18 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grads: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *state = ctx.saved_tensors
         task, logits = ctx.task, ctx.logits
         assert logits is not None, "in_place: the first backward has written over the logits"
         out = logits if task.in_place else torch.empty_like(logits)
         if ctx.kernels is not None:
-            state = ctx.kernels.RowState(*state)
-            ctx.kernels.backward(logits, tokens, task.temperature, state, grads.contiguous(), out)
+            rows = ctx.kernels.RowState(*state)
+            ctx.kernels.backward(logits, tokens, task.temperature, rows, grads.contiguous(), out)
         else:
-            _backward(logits, tokens, task, *state, grads, out)
+            normalisers, limits = state
+            _backward(logits, tokens, task, normalisers, limits, grads, out)
         if task.in_place:
             ctx.logits = None
         return out, None, None
@@ -169,7 +174,7 @@ def _forward(logits: Tensor, tokens: Tensor, task: _Task) -> tuple[Tensor, Tenso
 def _backward(
     logits: Tensor, tokens: Tensor, task: _Task, normalisers: Tensor, limits: Tensor, grads: Tensor, out: Tensor
 ) -> None:
-    """`out` = grads * (one-hot - kept probabilities) / temperature, which is 0 outside the kept set and in rows without gradient."""
+    """`out` = grads * (one-hot - kept probabilities) / temperature; 0 outside the kept set and in rows without gradient."""
     T, V = logits.shape
     ranks, first = _shard(V, task.group)
     for rows in _chunks(T, V * ranks):

@@ -1,11 +1,14 @@
-"""Log-probs of sampled tokens on the GPU, truncation and backward included: three Triton kernels. `objective.logprobs` calls them.
+"""Log-probs of sampled tokens on the GPU, truncation and backward included: three Triton kernels. `objective.logprobs`
+calls them.
 
-A row of 150,000 logits fits neither registers nor shared memory, so the time is that of reading it from memory. It is read once:
+A row of 150,000 logits fits neither registers nor shared memory, so the time is that of reading it from memory. It is
+read once:
   scan    reads all logits; leaves the greatest logit of every group of 64 neighbours, and max, sum-exp and entropy sum of parts
   select  per row, from these: the threshold. A token among the k best lies in a group whose maximum is at least the k-th
           greatest maximum, so only such groups (about k of 2,374) are read again; top-p then works inside what is left
   grad    writes the gradient; groups whose maximum is below the threshold are zero and need not be read
-Thresholds are found by bisection over the logits' bit patterns in numerical order, hence exact, and equal logits stay or go together
+Thresholds are found by bisection over the logits' bit patterns in numerical order, hence exact, and equal logits stay
+or go together
 (`objective.truncation` has the same rule). Nothing is sorted and no order of additions depends on the scheduler.
 """
 
@@ -27,7 +30,7 @@ _LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernels' blocks: logits in a group, groups in a part, groups read at once by `select`; warps of each kernel."""
+    """Sizes of the kernels' blocks: logits in a group, groups in a part, groups that `select` reads at once; warps of each."""
 
     group: int = 64
     part: int = 128
@@ -40,7 +43,8 @@ class Blocks(NamedTuple):
 class RowState(NamedTuple):
     """What the backward needs beside the logits.
 
-    `group_max` [T, groups] in the logits' type; float32 [T]: `peak` greatest logit, `threshold` least kept logit, `log2_mass` log2 of the
+    `group_max` [T, groups] in the logits' type; float32 [T]: `peak` greatest logit, `threshold` least kept logit,
+    `log2_mass` log2 of the
     kept sum of exp((logit - peak) / temperature).
     """
 
@@ -75,7 +79,18 @@ def _value(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _scan(
-    x, stride, group_max, part_max, part_sum, part_dot, V, n_groups, n_parts, scale, GROUP: tl.constexpr, PART: tl.constexpr
+    x,
+    stride,
+    group_max,
+    part_max,
+    part_sum,
+    part_dot,
+    V,
+    n_groups,
+    n_parts,
+    scale,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     row, part = pid // n_parts, pid % n_parts
@@ -93,7 +108,19 @@ def _scan(
 
 
 @triton.jit
-def _above(x_row, chosen, n_chosen, key, V, peak, scale, COUNT: tl.constexpr, SHIFT: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr):
+def _above(
+    x_row,
+    chosen,
+    n_chosen,
+    key,
+    V,
+    peak,
+    scale,
+    COUNT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    GROUP: tl.constexpr,
+    W: tl.constexpr,
+):
     """Number (COUNT) or mass of the logits in the chosen groups whose key is at least `key`."""
     total = tl.zeros([W], tl.float32)
     for start in range(0, n_chosen, W):
@@ -126,7 +153,8 @@ def _select(
     x, stride, tokens, replayed, group_max, part_max, part_sum, part_dot, chosen,
     log_probs, entropies, peaks, thresholds, log2_masses,
     V, n_groups, n_parts, scale, top_k, top_p, log2_min_p,
-    CUT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TOP_P_ALONE: tl.constexpr, SOME: tl.constexpr,
+    CUT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, TOP_P_ALONE: tl.constexpr,
+    SOME: tl.constexpr,
     SHIFT: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -197,7 +225,9 @@ def _select(
             threshold = tl.where(full, -float("inf"), threshold)
             kept_mass = tl.where(full, mass, kept_mass)
         kept_mass += tl.where(label < threshold, tl.exp2((label - peak) * scale), 0.0)
-    log2_mass = tl.log2(kept_mass) + (mass - mass)  # a NaN or infinity anywhere in the row is shown, never truncated away
+    log2_mass = tl.log2(kept_mass) + (
+        mass - mass
+    )  # a NaN or infinity anywhere in the row is shown, never truncated away
     tl.store(peaks + row, peak)
     tl.store(thresholds + row, threshold)
     tl.store(log2_masses + row, log2_mass)
@@ -243,7 +273,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, RowState]:
     """(log-probs [T], entropies [T] of the full distribution, state) in nats, float32, of logits [T, V] at tokens [T].
 
-    `logits` bfloat16, float16 or float32 with a last stride of 1; `replayed` [T] bool: rows to truncate, None for all. Peak memory beside
+    `logits` bfloat16, float16 or float32 with a last stride of 1; `replayed` [T] bool: rows to truncate, None for all.
+    Peak memory beside
     the results: 3/64 of bfloat16 logits.
     """
     T, V = logits.shape
@@ -284,13 +315,14 @@ def backward(
     out: Tensor,
     blocks: Blocks = Blocks(),  # noqa: B008 - immutable
 ) -> None:
-    """Write d(sum of `grads` [T] * log-probs) / d logits into `out` [T, V], which may be `logits`; rows with gradient 0 get zeros."""
+    """Write d(sum of `grads` [T] * log-probs) / d logits into `out` [T, V], which may be `logits`; zeros where `grads` is 0."""
     T, V = logits.shape
     n_groups = state.group_max.shape[1]
     n_parts = -(-n_groups // blocks.part)
     if T:
         _grad[(T * n_parts,)](
-            logits, logits.stride(0), out, out.stride(0), tokens, state.group_max, state.peak, state.threshold, state.log2_mass, grads,
+            logits, logits.stride(0), out, out.stride(0), tokens,
+            state.group_max, state.peak, state.threshold, state.log2_mass, grads,
             V, n_groups, n_parts, _LOG2_E / temperature, 1.0 / temperature,
             GROUP=blocks.group, PART=blocks.part, num_warps=blocks.grad_warps,
         )  # fmt: skip

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from slime_tandem.errors import DataError, explain
 
-_BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 Group = dist.ProcessGroup | None
 """The ranks that hold the shards of the vocabulary; None: it is whole."""
 
@@ -89,7 +94,8 @@ class KeptIds:
 
 @dataclass(frozen=True)
 class Replay:
-    """How the truncation of a micro-batch of T tokens is replayed: by the server's kept ids if there are any, else from the logits.
+    """How the truncation of a micro-batch of T tokens is replayed: by the server's kept ids if there are any, else
+    from the logits.
 
     `replayed` [T] bool: rows that were sampled from a truncated distribution, None for all; the others keep the full one. With
     `kept` an empty row says the same.
@@ -117,7 +123,8 @@ def thresholds(
 ) -> Tensor:
     """The least kept logit of each row [c], in the logits' type, of `logits` [c, V] (of the ranks' shards [c, V / ranks]).
 
-    Settings are scalars or [c]; `top_k` <= 0 or at least the size of the vocabulary keeps all. A row without a finite maximum gives a
+    Settings are scalars or [c]; `top_k` <= 0 or at least the size of the vocabulary keeps all. A row without a finite
+    maximum gives a
     meaningless number. Memory: a few times `logits` in float32.
 
     >>> thresholds(torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log(), 3, 0.6, 0.0).exp()
@@ -126,7 +133,10 @@ def thresholds(
     dtype = wide_type(logits.dtype)
     device, rows = logits.device, logits.shape[:1]
     k = torch.as_tensor(top_k, device=device).expand(rows)
-    p, m, t = (torch.as_tensor(v, dtype=torch.float64, device=device).expand(rows).to(dtype) for v in (top_p, min_p, temperature))
+    p, m, t = (
+        torch.as_tensor(v, dtype=torch.float64, device=device).expand(rows).to(dtype)
+        for v in (top_p, min_p, temperature)
+    )
     keys, wide = _keys(logits), logits.to(dtype)
     peak = all_reduce(wide.amax(-1), dist.ReduceOp.MAX, group)
     high = _keys(peak.to(logits.dtype)).long()
