@@ -5,7 +5,8 @@
 
 Logits: normal with deviation 2, and 30 likely tokens per row, bfloat16; "flat" ones lack the latter. The sampled token
 is one of the 20
-best. Each figure is the median of several runs after one to warm up; what restores the logits is not timed. Extra memory is the
+best. Each figure is the median of several runs after one to warm up, by the device's clock and with the host ahead of the device,
+as in training; one line tells what it is when the host waits first. What restores the logits is not timed. Extra memory is the
 allocator's peak beyond the logits, labels and incoming gradients. The floor is the logits read once and their gradient
 written once, at the
 rate at which this card copies them. The peers:
@@ -21,6 +22,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,10 +105,28 @@ def synchronize() -> None:
 
 
 Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_SLEEP = 20_000_000
+"""Cycles that the device waits before a measured call, about 10 ms: by then the host has sent the call's work."""
 
 
-def measure(way: Way, data: tuple[Tensor, Tensor, Tensor], runs: int, restore: bool = False) -> dict[str, float] | None:
-    """Median seconds forward and backward, and extra bytes; None if the memory did not suffice."""
+def mark() -> Any:
+    """Now, on the device's clock if there is one."""
+    if not CUDA:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(a: Any, b: Any) -> float:
+    """Between two marks, after `synchronize`."""
+    return a.elapsed_time(b) / 1e3 if CUDA else b - a
+
+
+def measure(
+    way: Way, data: tuple[Tensor, Tensor, Tensor], runs: int, restore: bool = False, ahead: bool = True
+) -> dict[str, float] | None:
+    """Median seconds forward and backward, and extra bytes; None: out of memory. `ahead`: the host may run ahead."""
     logits, labels, grads = data
     kept = logits.clone() if restore else None
     logits.requires_grad_()
@@ -119,19 +139,20 @@ def measure(way: Way, data: tuple[Tensor, Tensor, Tensor], runs: int, restore: b
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            a = time.perf_counter()
+                if ahead:
+                    torch.cuda._sleep(_SLEEP)
+            a = mark()
             log_probs, _ = way(logits, labels)
-            synchronize()
-            b = time.perf_counter()
+            b = mark()
             (grad,) = torch.autograd.grad(log_probs, logits, grads)
+            c = mark()
             synchronize()
-            c = time.perf_counter()
             if CUDA:
                 extra = max(extra, torch.cuda.max_memory_allocated() - before)
             del log_probs, grad
             if run or runs == 0:
-                forward.append(b - a)
-                backward.append(c - b)
+                forward.append(seconds(a, b))
+                backward.append(seconds(b, c))
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
@@ -211,16 +232,16 @@ def main() -> None:
     print(f"copy rate {rate / 1e12:.2f} TB/s read + written; floor {floor * 1e3:.2f} ms")
     for cut in (CUT, Truncation(), Truncation(top_p=0.95), Truncation(top_k=50, top_p=0.9, min_p=0.02)):
         print(f"float64 check, {cut}: {check(data, cut)}", flush=True)
+    tried = try_blocks(data) if args.blocks and CUDA else []
     loop = measure(by_loop, data, 1 if CUDA else 0)
     lines.append(
         row("ours, in place", measure(lambda x, y: ours(x, y, in_place=True), data, runs, True), floor, size, loop)
     )
+    lines.append(row("ours, host not ahead", measure(ours, data, runs, ahead=False), floor, size, loop))
     for name, way, n in (("ours", ours, runs), ("torch", by_torch, 3), ("sort", by_sort, 2)):
         lines.append(row(name, measure(way, data, n), floor, size, loop))
         print(lines[-1], flush=True)
     lines.append(row("loop", loop, floor, size, loop))
-    if args.blocks and CUDA:
-        try_blocks(data, floor)
 
     lines += ["", HEAD.format("truncation, same logits")]
     cuts = {
@@ -268,34 +289,43 @@ def main() -> None:
     print(
         f"\n{card}, torch {torch.__version__}, {time.monotonic() - started:.0f} s in all; copy rate {rate / 1e12:.2f} TB/s\n"
     )
-    print("\n".join(lines))
+    print("\n".join(lines + tried))
 
 
-def try_blocks(data: tuple[Tensor, Tensor, Tensor], floor: float) -> None:
-    """The kernels alone, over block sizes; milliseconds of forward and backward."""
+def try_blocks(data: tuple[Tensor, Tensor, Tensor]) -> list[str]:
+    """Find the fastest block sizes one kernel at a time, use them from here on, and tell all that was tried (milliseconds)."""
     from slime_tandem.objective import logprobs_triton as kernels
 
-    logits, labels, grads = data
-    out = torch.empty_like(logits)
-    for group, part, scan, grad in (
-        (64, 128, 4, 4), (64, 128, 8, 8), (64, 64, 4, 4), (64, 256, 8, 8), (128, 64, 4, 4), (128, 128, 8, 8), (32, 256,
-        4, 4), (64, 32, 2, 2),
-    ):  # fmt: skip
-        for select in (1, 4) if (group, part, scan) == (64, 128, 4) else (4,):
-            blocks = kernels.Blocks(group, part, 2048 // group, scan, select, grad)
-            times: list[list[float]] = [[], []]
-            for _ in range(6):
-                synchronize()
-                a = time.perf_counter()
-                _, _, state = kernels.forward(logits, labels, 1.0, CUT, None, blocks)
-                synchronize()
-                b = time.perf_counter()
-                kernels.backward(logits, labels, 1.0, state, grads, out, blocks)
-                synchronize()
-                times[0].append(b - a)
-                times[1].append(time.perf_counter() - b)
-            f, g = (statistics.median(t[1:]) * 1e3 for t in times)
-            print(f"{blocks}: forward {f:.3f} ms, backward {g:.3f} ms, {(f + g) / floor / 1e3:.2f} floors", flush=True)
+    best, lines = kernels.Blocks(), [""]
+    steps: list[tuple[str, Truncation, list[dict[str, int]]]] = [
+        ("forward", Truncation(), [{"part": p, "scan_warps": w} for p in (16, 32, 64, 128) for w in (2, 4, 8)]),
+        ("forward", CUT, [{"window": n, "select_warps": w} for n in (16, 32, 64) for w in (1, 2, 4, 8)]),
+        (
+            "forward",
+            Truncation(top_p=0.95),
+            [{"wide_window": n, "wide_warps": w} for n in (64, 128, 256) for w in (4, 8, 16)],
+        ),
+        (
+            "backward",
+            CUT,
+            [
+                {"grad_part": p, "grad_step": n, "grad_warps": w}
+                for p, n in ((64, 8), (128, 8), (64, 16), (128, 16), (256, 16), (128, 32), (256, 32))
+                for w in (2, 4, 8)
+            ],
+        ),
+    ]
+    for part, cut, choices in steps:
+        found: dict[float, kernels.Blocks] = {}
+        for choice in choices:
+            kernels.BLOCKS = best._replace(**choice)
+            times = measure(lambda x, y, cut=cut: ours(x, y, cut), data, 5)
+            assert times is not None
+            found[times[part]] = kernels.BLOCKS
+            lines.append(f"{cut} {choice}: {part} {times[part] * 1e3:.3f}")
+        best = found[min(found)]
+    kernels.BLOCKS = best
+    return [*lines, str(best)]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ stands alone, so sequences may be cut anywhere (context parallelism).
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ def token_log_probs(
     the whole result. `in_place`: the backward overwrites `logits` with their gradient, for callers who need them no more.
 
     -inf is a token of probability 0 (log-prob -inf if it was sampled); a NaN or +inf makes its row NaN. Raises DataError for a
-    temperature that is not above 0, ids outside the vocabulary, and shapes that do not fit.
+    temperature that is not above 0, ids outside the vocabulary (the kernels give NaN instead: a check would wait for the GPU),
+    and shapes that do not fit.
 
     >>> lp, h = token_log_probs(torch.zeros(1, 4), torch.tensor([2]))
     >>> round(lp.item(), 4), round(h.item(), 4)
@@ -63,7 +65,7 @@ def token_log_probs(
     tensor([0.5000])
     """
     task = _Task(temperature, replay or _NO_REPLAY, group, in_place)
-    _check(logits, tokens, task)
+    _check(logits, tokens, task, ids=_kernels(logits, task) is None)
     log_probs, entropies = _TokenLogProbs.apply(logits, tokens, task)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
@@ -81,7 +83,12 @@ def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0, *, group: Gr
     ranks, first = _shard(V, group)
     if not 1 <= k <= V * ranks:
         raise DataError(explain("k", k, f"1 to {V * ranks}, the size of the vocabulary", "lower it"))
-    _check(logits, torch.zeros(T, dtype=torch.long, device=logits.device), _Task(temperature, _NO_REPLAY, group, False))
+    _check(
+        logits,
+        torch.zeros(T, dtype=torch.long, device=logits.device),
+        _Task(temperature, _NO_REPLAY, group, False),
+        ids=False,
+    )
     dtype = wide_type(logits.dtype)
     out, out_ids = logits.new_empty(T, k, dtype=dtype), logits.new_empty(T, k, dtype=torch.long)
     for rows in _chunks(T, V * ranks):
@@ -135,7 +142,14 @@ class _TokenLogProbs(torch.autograd.Function):
 def _kernels(logits: Tensor, task: _Task) -> Any:
     """The Triton kernels if they can do this task, else None."""
     fits = logits.is_cuda and logits.dtype != torch.float64 and logits.stride(-1) == 1
-    if not fits or task.group is not None or task.replay.kept is not None or find_spec("triton") is None:
+    if not fits or task.group is not None or task.replay.kept is not None:
+        return None
+    return _triton_module()
+
+
+@cache
+def _triton_module() -> Any:
+    if find_spec("triton") is None:
         return None
     from slime_tandem.objective import logprobs_triton
 
@@ -228,7 +242,7 @@ def _chunks(T: int, V: int) -> list[slice]:
     return [slice(a, min(T, a + step)) for a in range(0, T, step)]
 
 
-def _check(logits: Tensor, tokens: Tensor, task: _Task) -> None:
+def _check(logits: Tensor, tokens: Tensor, task: _Task, ids: bool) -> None:
     if not task.temperature > 0.0:
         raise DataError(
             explain("temperature", task.temperature, "a number above 0, greedy tokens have no log-prob", "raise it")
@@ -252,6 +266,6 @@ def _check(logits: Tensor, tokens: Tensor, task: _Task) -> None:
         if not torch.equal(same, most):
             expected = f"[{most[0]}, {most[2]}] on every rank of the group"
             raise DataError(explain("logits", [T, V], expected, "pad the vocabulary to a multiple of the ranks"))
-    if T and not bool(((tokens >= 0) & (tokens < V * ranks)).all()):
+    if ids and T and not bool(((tokens >= 0) & (tokens < V * ranks)).all()):
         found = (int(tokens.min()), int(tokens.max()))
         raise DataError(explain("tokens", found, f"ids in [0, {V * ranks})", "tokenise with this model's tokenizer"))

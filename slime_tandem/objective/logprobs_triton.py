@@ -30,14 +30,27 @@ _LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernels' blocks: logits in a group, groups in a part, groups that `select` reads at once; warps of each."""
+    """Sizes, in logits (`group`) and groups: what one program of `scan` reads, what `select` reads at once (`wide_`:
+    for more than a few best tokens), what one program of `grad` writes, in steps of what; warps of each.
+
+    The defaults are what an H100 was fastest with (scripts/benchmarks/objective_gpu.py --blocks).
+    """
 
     group: int = 64
-    part: int = 128
-    window: int = 32
+    part: int = 64
     scan_warps: int = 4
+    window: int = 32
     select_warps: int = 4
+    wide_window: int = 128
+    wide_warps: int = 8
+    grad_part: int = 128
+    grad_step: int = 16
     grad_warps: int = 4
+
+
+BLOCKS = Blocks()
+_FEW = 64
+"""`top_k` up to which `select` has few groups to read."""
 
 
 class RowState(NamedTuple):
@@ -104,7 +117,7 @@ def _scan(
     e = tl.exp2(d)
     tl.store(part_max + pid, top)
     tl.store(part_sum + pid, tl.sum(e))
-    tl.store(part_dot + pid, tl.sum(tl.where(e > 0.0, e * d, 0.0)))
+    tl.store(part_dot + pid, tl.sum(e * tl.maximum(d, -200.0)))
 
 
 @triton.jit
@@ -168,7 +181,9 @@ def _select(
     dot = tl.sum(tl.where(f > 0.0, f * (u + (m - peak) * scale * s), 0.0), axis=0)
     tl.store(entropies + row, (tl.log2(mass) - dot / mass) * 0.6931471805599453)
     x_row = x + row * stride
-    label = tl.load(x_row + tl.load(tokens + row)).to(tl.float32)
+    token = tl.load(tokens + row)
+    # An id outside the vocabulary makes the row NaN: to refuse it would be to wait for the device.
+    label = tl.load(x_row + token, mask=(token >= 0) & (token < V), other=float("nan")).to(tl.float32)
     threshold = float("-inf")
     kept_mass = mass
     if CUT:
@@ -237,7 +252,7 @@ def _select(
 @triton.jit
 def _grad(
     x, stride, out, out_stride, tokens, group_max, peaks, thresholds, log2_masses, grads,
-    V, n_groups, n_parts, scale, inverse, GROUP: tl.constexpr, PART: tl.constexpr,
+    V, n_groups, n_parts, scale, inverse, GROUP: tl.constexpr, PART: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row, part = pid // n_parts, pid % n_parts
@@ -246,17 +261,22 @@ def _grad(
     peak = tl.load(peaks + row)
     threshold = tl.load(thresholds + row)
     log2_mass = tl.load(log2_masses + row)
-    groups = part * PART + tl.arange(0, PART)
-    best = tl.load(group_max + row * n_groups + groups, mask=groups < n_groups, other=-float("inf")).to(tl.float32)
-    slope = tl.zeros([PART], tl.float32) + g
-    wanted = ((best >= threshold) | (groups == label // GROUP)) & (groups < n_groups) & (slope != 0.0)
-    cols = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    v = tl.load(x + row * stride + cols, mask=wanted[:, None] & (cols < V), other=-float("inf")).to(tl.float32)
-    mine = cols == label
-    kept = wanted[:, None] & ((v >= threshold) | mine)
-    p = tl.where(kept, tl.exp2((v - peak) * scale - log2_mass), 0.0)
-    d = tl.where(kept, (tl.where(mine, 1.0, 0.0) - p) * g, 0.0)
-    tl.store(out + row * out_stride + cols, d, mask=cols < V)
+    for start in range(part * PART, part * PART + PART, SUB):
+        groups = start + tl.arange(0, SUB)
+        best = tl.load(group_max + row * n_groups + groups, mask=groups < n_groups, other=-float("inf")).to(tl.float32)
+        slope = tl.zeros([SUB], tl.float32) + g
+        wanted = ((best >= threshold) | (groups == label // GROUP)) & (groups < n_groups) & (slope != 0.0)
+        cols = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        if tl.max(wanted.to(tl.int32), axis=0) == 0:
+            zeros = tl.zeros([SUB, GROUP], tl.float32).to(out.dtype.element_ty)
+            tl.store(out + row * out_stride + cols, zeros, mask=cols < V)
+        else:
+            v = tl.load(x + row * stride + cols, mask=wanted[:, None] & (cols < V), other=-float("inf")).to(tl.float32)
+            mine = cols == label
+            kept = wanted[:, None] & ((v >= threshold) | mine)
+            p = tl.exp2((v - peak) * scale - log2_mass)
+            d = tl.where(kept, (tl.where(mine, 1.0, 0.0) - p) * g, 0.0)
+            tl.store(out + row * out_stride + cols, d, mask=cols < V)
 
 
 def _power_of_two(n: int) -> int:
@@ -269,7 +289,7 @@ def forward(
     temperature: float,
     truncation: Truncation,
     replayed: Tensor | None = None,
-    blocks: Blocks = Blocks(),  # noqa: B008 - immutable
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor, RowState]:
     """(log-probs [T], entropies [T] of the full distribution, state) in nats, float32, of logits [T, V] at tokens [T].
 
@@ -277,6 +297,7 @@ def forward(
     Peak memory beside
     the results: 3/64 of bfloat16 logits.
     """
+    blocks = blocks or BLOCKS
     T, V = logits.shape
     n_groups = -(-V // blocks.group)
     n_parts = -(-n_groups // blocks.part)
@@ -293,15 +314,18 @@ def forward(
     )  # fmt: skip
     top_k, top_p, min_p = (0 < truncation.top_k < V), truncation.top_p < 1.0, truncation.min_p > 0.0
     cut = top_k or top_p or min_p
+    few = top_k and truncation.top_k <= _FEW
     chosen = torch.empty(T, n_groups, dtype=torch.int32, device=logits.device) if cut else group_max
     _select[(T,)](
         logits, logits.stride(0), tokens, tokens if replayed is None else replayed.to(torch.int8),
         group_max, part_max, part_sum, part_dot, chosen,
         log_probs, entropies, peak, threshold, log2_mass,
         V, n_groups, n_parts, scale, truncation.top_k, truncation.top_p, math.log2(truncation.min_p or 1.0),
-        CUT=cut, TOP_K=top_k, TOP_P=top_p, MIN_P=min_p, TOP_P_ALONE=top_p and not (top_k or min_p), SOME=replayed is not None,
-        SHIFT=_KEY_SHIFT[logits.dtype], GROUP=blocks.group, W=blocks.window,
-        GROUPS=_power_of_two(n_groups), PARTS=_power_of_two(n_parts), num_warps=blocks.select_warps,
+        CUT=cut, TOP_K=top_k, TOP_P=top_p, MIN_P=min_p, TOP_P_ALONE=top_p and not (top_k or min_p),
+        SOME=replayed is not None,
+        SHIFT=_KEY_SHIFT[logits.dtype], GROUP=blocks.group, W=blocks.window if few else blocks.wide_window,
+        GROUPS=_power_of_two(n_groups), PARTS=_power_of_two(n_parts),
+        num_warps=blocks.select_warps if few else blocks.wide_warps,
     )  # fmt: skip
     return log_probs, entropies, state
 
@@ -313,16 +337,17 @@ def backward(
     state: RowState,
     grads: Tensor,
     out: Tensor,
-    blocks: Blocks = Blocks(),  # noqa: B008 - immutable
+    blocks: Blocks | None = None,
 ) -> None:
     """Write d(sum of `grads` [T] * log-probs) / d logits into `out` [T, V], which may be `logits`; zeros where `grads` is 0."""
+    blocks = blocks or BLOCKS
     T, V = logits.shape
     n_groups = state.group_max.shape[1]
-    n_parts = -(-n_groups // blocks.part)
+    n_parts = -(-n_groups // blocks.grad_part)
     if T:
         _grad[(T * n_parts,)](
             logits, logits.stride(0), out, out.stride(0), tokens,
             state.group_max, state.peak, state.threshold, state.log2_mass, grads,
             V, n_groups, n_parts, _LOG2_E / temperature, 1.0 / temperature,
-            GROUP=blocks.group, PART=blocks.part, num_warps=blocks.grad_warps,
+            GROUP=blocks.group, PART=blocks.grad_part, SUB=blocks.grad_step, num_warps=blocks.grad_warps,
         )  # fmt: skip

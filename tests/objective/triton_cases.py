@@ -1,4 +1,4 @@
-"""The Triton kernels against float64, run by `test_logprobs_triton.py` in a Python that has triton (under its interpreter on the CPU)."""
+"""The Triton kernels against float64; `test_logprobs_triton.py` runs this in a Python that has triton."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.truncation import Replay, Truncation
 
 DEVICE = "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"
-SMALL = kernels.Blocks(group=8, part=4, window=4)
-"""Several parts, windows and groups in a hundred logits."""
+SMALL = kernels.Blocks(group=8, part=4, window=4, wide_window=2, grad_part=4, grad_step=2)
+"""Several parts, windows and groups in sixty logits."""
 CUTS = [
     Truncation(),
-    Truncation(top_k=5),
     Truncation(top_p=0.8),
     Truncation(min_p=0.1),
     Truncation(20, 0.95),
     Truncation(10, 0.7, 0.05),
-    Truncation(top_p=0.5, min_p=0.02),
     Truncation(1000, 0.3),
 ]
 
@@ -67,10 +65,12 @@ def check_bad() -> None:
     x = torch.zeros(4, 40)
     x[:, 0] = 3.0
     x[0, 5], x[1, 5], x[2] = math.nan, math.inf, -math.inf
-    for cut in (Truncation(), Truncation(3, 0.9)):
+    for cut in (Truncation(), Truncation(3)):
         tokens = torch.zeros(4, dtype=torch.long)
         got, _, _ = kernels.forward(x.to(DEVICE), tokens.to(DEVICE), 1.0, cut, None, SMALL)
         assert got.isnan().tolist() == [True, True, True, False], got
+        got, _, _ = kernels.forward(x.to(DEVICE), tokens.to(DEVICE) - 1, 1.0, cut, None, SMALL)
+        assert got.isnan().all(), "no such id"
         got, entropy, state = kernels.forward(x[:0].to(DEVICE), tokens[:0].to(DEVICE), 1.0, cut, None, SMALL)
         kernels.backward(x[:0].to(DEVICE), tokens[:0].to(DEVICE), 1.0, state, got, x[:0].to(DEVICE), SMALL)
         assert got.shape == entropy.shape == (0,)
@@ -78,8 +78,7 @@ def check_bad() -> None:
 
 if __name__ == "__main__":
     for i, cut in enumerate(CUTS):
-        check(100, (torch.bfloat16, torch.float32, torch.float16)[i % 3], cut)
-    check(7, torch.float32, CUTS[4])
-    check(100, torch.bfloat16, CUTS[4])
+        check(60, (torch.bfloat16, torch.float16, torch.float32)[i % 3], cut)
+    check(7, torch.bfloat16, CUTS[3])
     check_bad()
     print("all cases hold")
