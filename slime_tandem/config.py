@@ -579,8 +579,8 @@ class RunConfig(Section):
         if truncated and foreign and s.min_p > 0.0 and s.top_p < 1.0:
             raise ValueError(
                 f"sampling.min_p={s.min_p:g}: expected 0 with top_p={s.top_p:g} and truncation_replay=recompute on a server "
-                "that may be SGLang, which applies min-p after top-p, not before. Remedy: set one of the two to its default, or "
-                "use the embedded server and truncation_replay=kept_ids"
+                "that may be SGLang, which applies min-p after top-p, not before. Remedy: set one of the two to its "
+                "default, or use the embedded server and truncation_replay=kept_ids"
             )
         if s.temperature == 0.0 and self.train.samples_per_prompt > 1 and self.train.steps > 0:
             raise ValueError(

@@ -3,13 +3,11 @@
     PYTHONPATH=. python scripts/benchmarks/objective_gpu.py            # [8192, 151936] bfloat16, about 3 minutes on an H100
     PYTHONPATH=. python scripts/benchmarks/objective_gpu.py --smoke    # a few tokens, also without a GPU: does it run
 
-Logits: normal with deviation 2, and 30 likely tokens per row, bfloat16; "flat" ones lack the latter. The sampled token
-is one of the 20
-best. Each figure is the median of several runs after one to warm up, by the device's clock and with the host ahead of the device,
-as in training; one line tells what it is when the host waits first. What restores the logits is not timed. Extra memory is the
-allocator's peak beyond the logits, labels and incoming gradients. The floor is the logits read once and their gradient
-written once, at the
-rate at which this card copies them. The peers:
+Logits: normal with deviation 2, and 30 likely tokens per row, bfloat16; "flat" ones lack the latter. The sampled token is one
+of the 20 best. Each figure is the median of several runs after one to warm up, by the device's clock and with the host ahead
+of the device, as in training; one line tells what it is when the host waits first. What restores the logits is not timed.
+Extra memory is the allocator's peak beyond the logits, labels and incoming gradients. The floor is the logits read once and
+their gradient written once, at the rate at which this card copies them. The peers:
   torch    float32 copy, topk for the threshold, log_softmax, autograd
   sort     vLLM's reference: sort, mask by rank and by cumulative probability, scatter back, log_softmax, autograd
   loop     a Python loop over tokens that fills a [T, V] mask, then log_softmax, autograd
