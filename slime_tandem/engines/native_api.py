@@ -187,9 +187,10 @@ def _truncated_logprobs(value: Any, possible: bool) -> bool:
         return False
     if not isinstance(value, dict) or not set(value) <= {"truncated_logprobs"}:
         raise refuse("sampling_params.custom_params", value, "an object with truncated_logprobs alone", "remove it")
-    asked = _boolean("sampling_params.custom_params.truncated_logprobs", value.get("truncated_logprobs"), False)
-    if asked and not possible:
-        raise refuse("sampling_params.custom_params", value, "return_logprob=true and a temperature above 0 with it")
+    asked = value.get("truncated_logprobs", False)
+    if not isinstance(asked, bool) or (asked and not possible):
+        expected = "truncated_logprobs true or false; true with return_logprob=true and a temperature above 0"
+        raise refuse("sampling_params.custom_params", value, expected)
     return asked
 
 

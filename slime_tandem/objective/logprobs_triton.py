@@ -37,15 +37,15 @@ class Blocks(NamedTuple):
     """
 
     group: int = 64
-    part: int = 64
+    part: int = 128
     scan_warps: int = 4
     window: int = 32
-    select_warps: int = 4
+    select_warps: int = 2
     wide_window: int = 128
-    wide_warps: int = 8
-    grad_part: int = 128
+    wide_warps: int = 16
+    grad_part: int = 64
     grad_step: int = 16
-    grad_warps: int = 4
+    grad_warps: int = 2
 
 
 BLOCKS = Blocks()
