@@ -21,7 +21,9 @@ from slime_tandem.errors import DataError
 from slime_tandem.local.batches import TrainRow
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.replay import replay_of
+from slime_tandem.local.rollouts import EVAL_ROLLOUT_ID
 from slime_tandem.local.run import train
+from slime_tandem.local.team import Team
 from slime_tandem.local.trainer import Trainer
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.truncation import Replay, Truncation
@@ -150,7 +152,9 @@ def test_rows_without_lists_are_refused(server: ServerProcess) -> None:
         replay_of(SamplingConfig(top_k=5), rows, torch.device("cpu"))
 
 
-def test_a_co_written_run_trains_on_truncated_samples(trio: Any, tmp_path: Path) -> None:
+def test_a_co_written_run_trains_on_truncated_samples(
+    trio: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Junior tokens carry weight: their ratios are of the full distribution, the senior's of the truncated one."""
     config = RunConfig.from_mapping(
         {
@@ -166,7 +170,16 @@ def test_a_co_written_run_trains_on_truncated_samples(trio: Any, tmp_path: Path)
             "engine": {"cache_tokens": 4096},
         }
     )
+    asked: dict[int, bool] = {}
+    write = Team.write
+
+    def watched(team: Team, prompts: Any, rollout_id: int, *args: Any, **options: Any) -> Any:
+        asked[rollout_id] = options["sampling"].asks_kept_ids
+        return write(team, prompts, rollout_id, *args, **options)
+
+    monkeypatch.setattr(Team, "write", watched)
     train(config)
+    assert asked == {0: True, EVAL_ROLLOUT_ID: False}, "an evaluation is not asked what it drew from"
     [row] = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert row["tandem/junior_token_fraction"] > 0
     assert row["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
