@@ -166,6 +166,12 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0.0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus mass")
     top_k: int = Field(-1, ge=-1, description="-1: whole vocabulary")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="least probability, as a share of the greatest; 0: none")
+    truncation_replay: Literal["kept_ids", "recompute"] = Field(
+        "kept_ids",
+        description="training with top_p, top_k or min_p: over which tokens the trainer renormalises. kept_ids: those that "
+        "the senior's embedded server reports; recompute: found again in the trainer's logits, old log-probs too (any server)",
+    )
     max_new_tokens: int = Field(64, ge=1, description="response cap in tokens, both authors together")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="strings that end the response, whoever writes them; left out of its text"
@@ -173,6 +179,16 @@ class SamplingConfig(Section):
     on_failed_sample: Literal["stop", "drop_sample"] = Field(
         "stop", description="what happens when an engine refuses a response or answers it unusably after all repeats"
     )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def asks_kept_ids(self) -> bool:
+        """Whether the senior's server is asked what it drew from (greedy tokens are not drawn)."""
+        return self.truncates and self.temperature > 0.0 and self.truncation_replay == "kept_ids"
 
 
 class TeacherSpec(Section):
@@ -644,16 +660,29 @@ class RunConfig(Section):
             raise ValueError(
                 "sampling.top_k=0: expected -1 (whole vocabulary) or at least 1, SGLang refuses 0. Remedy: set it to -1"
             )
-        if self.opd.enabled and (s.temperature != 1.0 or s.top_p != 1.0 or s.top_k != -1):
+        if self.opd.enabled and (s.temperature != 1.0 or s.truncates):
             raise ValueError(
-                "opd.enabled=True: expected sampling.temperature=1, top_p=1, top_k=-1, because the teacher scores its "
+                "opd.enabled=True: expected sampling.temperature=1, top_p=1, top_k=-1, min_p=0, because the teacher scores its "
                 "full distribution at temperature 1. Remedy: set these, or opd.enabled=false"
             )
-        if self.train.steps > 0 and (s.top_p != 1.0 or s.top_k not in (-1, 0)):
+        truncated, fused = s.truncates and self.train.steps > 0, self.engine.mode == "fused"
+        if truncated and s.truncation_replay == "kept_ids" and fused:
             raise ValueError(
-                f"sampling.top_p={s.top_p}, top_k={s.top_k}: expected top_p=1 and top_k=-1 for training, the trainer cannot "
-                "replay a truncation and its ratios would be biased. Remedy: set these; evaluation alone "
-                "(train.steps=0) may truncate"
+                "sampling.truncation_replay='kept_ids': expected recompute with engine.mode=fused, because SGLang does not "
+                "tell what it drew from. Remedy: set it"
+            )
+        if truncated and s.truncation_replay == "recompute" and self.objective.rollout_weights != "none":
+            raise ValueError(
+                f"objective.rollout_weights={self.objective.rollout_weights!r}: expected none with "
+                "sampling.truncation_replay=recompute, where the engine's log-probs are of another (the full) distribution. "
+                "Remedy: set it to none, or use truncation_replay=kept_ids"
+            )
+        foreign = s.truncation_replay == "recompute" and (fused or self.engine.senior_url is not None)
+        if truncated and foreign and s.min_p > 0.0 and s.top_p < 1.0:
+            raise ValueError(
+                f"sampling.min_p={s.min_p:g}: expected 0 with top_p={s.top_p:g} and truncation_replay=recompute on a server "
+                "that may be SGLang, which applies min-p after top-p, not before. Remedy: set one of the two to its "
+                "default, or use the embedded server and truncation_replay=kept_ids"
             )
         if s.temperature == 0.0 and self.train.samples_per_prompt > 1 and self.train.steps > 0:
             raise ValueError(

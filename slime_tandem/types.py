@@ -80,6 +80,9 @@ class TandemSample:
     `inserted` lists the spans `[start, stop)` that nobody
     sampled (tool output between turns): neither senior's nor junior's, `loss_mask` is 0 there; `inserted_messages`, one
     tuple per span or none at all, are the chat turns that a span shows, for a teacher with another template.
+    `kept_ids` [R]: the ids that truncated sampling drew a senior's token from, empty where that was the whole
+    vocabulary and on all other
+    tokens; () if not asked for. Its log-prob is then that of the truncated, renormalised distribution.
     `senior_log_probs` [R]: the senior's own log-prob of every sampled token (nats, temperature 1), 0.0 in inserted text;
     empty if not asked for. `fallback_starts`: where the senior took over a run that was the junior's by the rule, to that
     run's end, because text of one has no exact form in the other's vocabulary. `discarded_tokens` were generated past a
@@ -107,6 +110,7 @@ class TandemSample:
     senior_log_probs: tuple[float, ...] = ()
     fallback_starts: tuple[int, ...] = ()
     inserted_messages: tuple[tuple[Message, ...], ...] = ()
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.inserted_messages and len(self.inserted_messages) != len(self.inserted):
@@ -119,9 +123,9 @@ class TandemSample:
                 )
             )
         R = len(self.response_ids)
-        for name in ("authorship_mask", "log_probs", "senior_log_probs"):
+        for name in ("authorship_mask", "log_probs", "senior_log_probs", "kept_ids"):
             n = len(getattr(self, name))
-            if n != R and not (name == "senior_log_probs" and n == 0):
+            if n != R and not (name in ("senior_log_probs", "kept_ids") and n == 0):
                 raise DataError(
                     explain(
                         f"TandemSample.{name}", f"length {n}", f"length {R}, one per response token", "see the engine"

@@ -147,8 +147,19 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"temperature": 0.6}}, "opd.enabled=True: expected sampling.temperature=1"),
     ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature=1, top_p=1"),
     ({"sampling": {"top_k": 20}}, "opd.enabled=True"),
-    ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, "sampling.top_p=0.9, top_k=-1: expected top_p=1 and"),
-    ({"sampling": {"top_k": 9}, "opd": {"enabled": False}}, "sampling.top_p=1.0, top_k=9: expected top_p=1 and top_k=-1"),
+    ({"sampling": {"min_p": 0.1}}, "opd.enabled=True"),
+    (
+        {"sampling": {"top_p": 0.9}, "opd": {"enabled": False}, "engine": {"mode": "fused"}},
+        "sampling.truncation_replay='kept_ids': expected recompute",
+    ),
+    (
+        {
+            "sampling": {"top_p": 0.9, "min_p": 0.1, "truncation_replay": "recompute"},
+            "opd": {"enabled": False},
+            "engine": {"senior_url": "http://h:1"},
+        },
+        "sampling.min_p=0.1: expected 0",
+    ),
     ({"sampling": {"top_k": 0}}, "sampling.top_k=0: expected -1"),
     ({"sampling": {"temperature": 0}, "opd": {"enabled": False}}, "sampling.temperature=0: expected"),
     ({"train": {"samples_per_prompt": 1}}, "train.samples_per_prompt=1: expected at least 2"),
@@ -224,6 +235,12 @@ def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
     [
         {"sampling": {"temperature": 0.6}, "opd": {"enabled": False}},
         {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20}, "opd": {"enabled": False}, "train": {"steps": 0}},
+        {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1}, "opd": {"enabled": False}},
+        {
+            "sampling": {"top_p": 0.8, "truncation_replay": "recompute"},
+            "opd": {"enabled": False},
+            "engine": {"mode": "fused"},
+        },
         {"sampling": {"temperature": 0}, "opd": {"enabled": False}, "train": {"steps": 0}},
         {"train": {"samples_per_prompt": 1}, "objective": {"reward_coef": 0}},
         {"train": {"prompts_per_step": 8, "updates_per_step": 4}},

@@ -141,7 +141,7 @@ def agreement(name: str, ours: FloatArray, theirs: FloatArray, tolerance: Tolera
     mean, high = float(distance.mean()), float(np.quantile(distance, 0.99))
     detail = f"|trainer - engine| {mean:.2g} nats on average, {high:.2g} at the 99% quantile of {len(ours)} tokens"
     if not (mean <= tolerance.mean and high <= tolerance.high):
-        remedy = "check that both have the same weights, temperature and dtype, and that the engine does not truncate"
+        remedy = "check that both have the same weights, temperature and dtype, and that any truncation is replayed"
         return Finding(name, "fail", detail, remedy)
     return Finding(name, "pass", detail)
 
@@ -155,7 +155,7 @@ def replay_ratio(ours: FloatArray, theirs: FloatArray, tolerance: Tolerance) -> 
     mean, outside = float(ratio.mean()), float((np.abs(ratio - 1) > _OUTSIDE).mean())
     detail = f"mean {mean:.4f}; {outside:.1%} of {len(ours)} tokens outside [0.9, 1.1]"
     if not (abs(mean - 1) <= max(tolerance.mean, 0.01) and outside <= (0.01 if tolerance is FLOAT32 else 0.1)):
-        remedy = "sample without top_p, top_k and min_p, or with an engine whose truncation the trainer can replay"
+        remedy = "sample without top_p, top_k and min_p, or set sampling.truncation_replay (docs/objective.md)"
         return Finding(name, "fail", detail, remedy)
     return Finding(name, "pass", detail)
 

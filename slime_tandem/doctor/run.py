@@ -104,12 +104,12 @@ class _Bedside:
         scored, _ = rollout(self.team, self.tasks, self.prompts, _ROLLOUT_ID, samples_per, tandem=tandem, score=opd)
         samples = [s.sample for s in scored]
         responses = [Response.of(s) for s in samples]
-        own = self.trainer.own_log_probs(responses)
+        own = self.trainer.own_log_probs(responses, replayed=True)
         ours, engine = probes.senior_tokens(samples, own)
         self.add(probes.end_of_turn(samples, config.sampling.max_new_tokens))
         self.add(probes.reward_signal(scored))
         self.add(probes.agreement("sampled log-probs", ours, engine, self.tolerance))
-        self.add(attempt("given log-probs", lambda: self._given(responses, own)))
+        self.add(attempt("given log-probs", lambda: self._given(responses)))
         self.add(probes.replay_ratio(ours, engine, self.tolerance))
         self.add(attempt("KL parity", lambda: self._kl(responses)))
         self.add(attempt("masking", lambda: self._masking(scored, own)))
@@ -119,12 +119,13 @@ class _Bedside:
                 self.add(finding)
         self.add(attempt("length reward", self._length))
 
-    def _given(self, responses: Sequence[Response], own: Sequence[FloatArray]) -> Finding:
+    def _given(self, responses: Sequence[Response]) -> Finding:
         """The engine's log-probs of ids that it is given (how teachers score) against the trainer's."""
         name = "given log-probs"
         if self.config.sampling.temperature != 1.0:
             return Finding(name, "skip", "engines score given ids at temperature 1, the run samples at another")
-        some = [(r, o) for r, o in zip(responses, own, strict=True) if r.response_length][:4]
+        scored = [r for r in responses if r.response_length][:4]
+        some = list(zip(scored, self.trainer.own_log_probs(scored), strict=True))
         requests = [
             GenerateRequest(
                 f"doctor-{i}", r.tokens, max_new_tokens=0, logprob_start_len=len(r.tokens) - r.response_length - 1
@@ -224,9 +225,9 @@ class _Bedside:
         rows, _ = build_rows(rewarded, self.plain)
         if not any(row.advantage for row in rows):
             return []
-        before = self.trainer.own_log_probs(rows)
+        before = self.trainer.own_log_probs(rows, replayed=True)
         self.trainer.update(rows)
-        after = self.trainer.own_log_probs(rows)
+        after = self.trainer.own_log_probs(rows, replayed=True)
         return [float(sum(r.advantage * (a - b).sum() for r, a, b in zip(rows, after, before, strict=True)))]
 
 

@@ -363,6 +363,7 @@ class EngineClient:
             log_probs = tuple(self._finite(f"{where} output_token_logprobs[{i}]", e[0]) for i, e in enumerate(entries))
             if [e[1] for e in entries] != output_ids:
                 raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
+        kept_ids = self._kept_ids(meta, where, output_ids) if request.truncated_logprobs else ()
         if scored:
             entries = meta.get("input_token_logprobs") or []
             if len(entries) != prompt_tokens - first:
@@ -392,6 +393,7 @@ class EngineClient:
             served_rid=wire_rid,
             authors=authors,
             senior_log_probs=senior_log_probs,
+            kept_ids=kept_ids,
             **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
         )
 
@@ -430,6 +432,28 @@ class EngineClient:
         name = f"{where} {wire.REPORT}"
         log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
         return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
+
+    def _kept_ids(self, meta: dict[str, Any], where: str, output_ids: list[int]) -> tuple[tuple[int, ...], ...]:
+        """The ids that each output id was drawn from, itself among them; empty for the whole vocabulary."""
+        entries = meta.get("output_kept_ids")
+        if entries is None and output_ids:
+            raise EngineRejectedError(
+                explain(
+                    f"{self.role} engine {self.base_url} {where}",
+                    "no output_kept_ids",
+                    "the kept ids of truncated sampling, which an embedded server (`slime-tandem serve`) reports "
+                    "and SGLang does not",
+                    "set sampling.truncation_replay=recompute, or use an embedded server",
+                )
+            )
+        entries = entries or []
+        if len(entries) != len(output_ids):
+            expected = f"{len(output_ids)}, one per output id"
+            raise self._bad(f"{where} output_kept_ids", f"{len(entries)} lists", expected)
+        for i, (kept, token) in enumerate(zip(entries, output_ids, strict=True)):
+            if kept and token not in kept:
+                raise self._bad(f"{where} output_kept_ids[{i}]", kept[:20], f"a list that holds the drawn id {token}")
+        return tuple(map(tuple, entries))
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int

@@ -26,14 +26,15 @@ _FIELDS = {
     "token_ids_logprob", "session_params", "stream",
 }  # fmt: skip
 _NEUTRAL = {
-    "n": (1,), "min_p": (0,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "min_new_tokens": (0,), "json_schema": (), "regex": (), "ebnf": (), "structural_tag": (), "custom_params": (),
+    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "min_new_tokens": (0,), "json_schema": (), "regex": (), "ebnf": (), "structural_tag": (),
     "stream_interval": (), "logit_bias": (),
 }  # fmt: skip
 """Sampling parameters of SGLang that are not served, with the values that mean "off" (null always does)."""
 _PARAMS = {
-    "max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "stop_regex", "sampling_seed",
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "stop_regex", "sampling_seed",
     "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim",
+    "custom_params",
 }  # fmt: skip
 _DEFAULT_MAX_NEW_TOKENS = 128
 _GREEDY_BELOW = 1e-6
@@ -180,6 +181,19 @@ def _number(name: str, value: Any, default: float) -> float:
     return float(value)
 
 
+def _truncated_logprobs(value: Any, possible: bool) -> bool:
+    """The one custom parameter: output log-probs of the distribution that was drawn from, and its ids."""
+    if value is None:
+        return False
+    if not isinstance(value, dict) or not set(value) <= {"truncated_logprobs"}:
+        raise refuse("sampling_params.custom_params", value, "an object with truncated_logprobs alone", "remove it")
+    asked = value.get("truncated_logprobs", False)
+    if not isinstance(asked, bool) or (asked and not possible):
+        expected = "truncated_logprobs true or false; true with return_logprob=true and a temperature above 0"
+        raise refuse("sampling_params.custom_params", value, expected)
+    return asked
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
@@ -302,6 +316,9 @@ class RequestParser:
         top_k = _integer("sampling_params.top_k", params.get("top_k"), -1, -1)
         if top_k == 0:
             raise refuse("sampling_params.top_k", 0, "-1 (whole vocabulary) or at least 1")
+        min_p = _number("sampling_params.min_p", params.get("min_p"), 0.0)
+        if not 0.0 <= min_p <= 1.0:
+            raise refuse("sampling_params.min_p", min_p, "a number in [0, 1]")
         seed = params.get("sampling_seed")
         seed = (
             secrets.randbits(64)
@@ -321,6 +338,7 @@ class RequestParser:
             raise refuse("logprob_start_len", start, f"at most the {n} input tokens")
         top_num = _integer("top_logprobs_num", options["top_logprobs_num"], 0, 0, self.model.vocab_size)
         chosen = options["token_ids_logprob"]
+        truncated = _truncated_logprobs(params.get("custom_params"), return_logprob and temperature >= _GREEDY_BELOW)
         job = Job(
             rid=rid,
             input_ids=np.array(ids, dtype=np.int64),
@@ -328,6 +346,7 @@ class RequestParser:
             temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
             seed=seed,
             stop_mask=self._stop_mask(
                 params.get("stop_token_ids"), _boolean("sampling_params.ignore_eos", params.get("ignore_eos"), False)
@@ -340,6 +359,7 @@ class RequestParser:
             token_ids_logprob=None
             if chosen in (None, []) or not return_logprob
             else tuple(_token_ids("token_ids_logprob", chosen, self.model.vocab_size).tolist()),
+            truncated_logprobs=truncated,
         )
         return Item(
             job,
@@ -409,6 +429,8 @@ def answers(items: list[Item], outputs: list[Output], model: ServedModel) -> lis
             meta["output_token_logprobs"] = [
                 (value, token, None) for value, token in zip(out.log_probs, out.output_ids, strict=True)
             ]
+            if job.truncated_logprobs:
+                meta["output_kept_ids"] = out.kept_ids
             if job.top_logprobs_num:
                 meta["input_top_logprobs"] = list(map(_triples, out.input_top))
                 meta["output_top_logprobs"] = list(map(_triples, out.output_top))

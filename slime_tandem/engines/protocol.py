@@ -57,7 +57,12 @@ class GenerateRequest:
 
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
     that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
-    requests of one response share, for `engines.sessions`. `handoff`: senior and junior write by this rule; only a fused engine
+    requests of one response share, for `engines.sessions`. `truncated_logprobs`: the output log-probs are those of the
+    truncated,
+    renormalised distribution that the token was drawn from, and the kept ids come along; only the embedded server does
+    this (it travels
+    as an entry of SGLang's `custom_params`, which SGLang ignores, so that an answer without kept ids tells).
+    `handoff`: senior and junior write by this rule; only a fused engine
     (docs/fused.md) understands it.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]
@@ -70,6 +75,7 @@ class GenerateRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -81,6 +87,7 @@ class GenerateRequest:
     session_params: dict[str, Any] | None = None
     conversation: str | None = None
     handoff: Handoff | None = None
+    truncated_logprobs: bool = False
 
     def sampling_params(self) -> dict[str, Any]:
         """The `sampling_params` object of the wire format."""
@@ -99,6 +106,10 @@ class GenerateRequest:
             params["stop_regex"] = list(self.stop_regex)
         if self.sampling_seed is not None:
             params["sampling_seed"] = self.sampling_seed
+        if self.min_p > 0.0:
+            params["min_p"] = self.min_p
+        if self.truncated_logprobs:
+            params["custom_params"] = {"truncated_logprobs": True}
         return params
 
 
@@ -110,7 +121,9 @@ class GenerateResult:
     `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
     `served_rid` is the request's name on the wire (the client's repeats have names of their own), by which a session continues.
     `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`.
-    `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
+    `kept_ids` is there, one entry per output id, if `truncated_logprobs` was asked for: the ids that the token was
+    drawn from, empty for
+    the whole vocabulary. `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
     """
 
     rid: str
@@ -131,6 +144,7 @@ class GenerateResult:
     served_rid: str = ""
     authors: tuple[int, ...] = ()
     senior_log_probs: tuple[float, ...] = ()
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def same_ids(reported: Sequence[int], sent: Sequence[int]) -> bool:

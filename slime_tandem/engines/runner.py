@@ -41,6 +41,7 @@ _LOGIT_ELEMENTS = 2**25
 class Job:
     """One checked request. `stop_mask` [V] is True at ids that end the output (end-of-sequence ids included).
 
+    `truncated_logprobs`: output log-probs are of the distribution drawn from, whose ids are reported (temperature above 0).
     `logprob_start` is the first input position that is reported, len(input_ids) for none.
     """
 
@@ -50,6 +51,7 @@ class Job:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     stop_mask: BoolArray
     stop: tuple[str, ...]
@@ -58,13 +60,15 @@ class Job:
     logprob_start: int
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...] | None
+    truncated_logprobs: bool = False
 
 
 @dataclass(slots=True)
 class Output:
     """The answer to a job. Per-position input lists begin with None: SGLang reports nothing for the first position.
 
-    `error` is set, and nothing else counts, when a step of the model failed.
+    `kept_ids`: per output id what it was drawn from, empty for the whole vocabulary. `error` is set, and nothing else
+    counts, when a step of the model failed.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -79,6 +83,7 @@ class Output:
     input_chosen: list[Candidates | None] = field(default_factory=list)
     output_top: list[Candidates] = field(default_factory=list)
     output_chosen: list[Candidates] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -154,9 +159,10 @@ class Runner:
         self._temperature = np.zeros(R, np.float32)
         self._top_k = np.zeros(R, np.int64)
         self._top_p = np.zeros(R, np.float64)
+        self._min_p = np.zeros(R, np.float64)
         self._seed = np.zeros(R, np.uint64)
         self._stop = np.zeros((R, V), np.bool_)
-        self._special = np.zeros(R, np.bool_)  # watches text or wants candidates
+        self._special = np.zeros(R, np.bool_)  # watches text, wants candidates or kept ids
         self._ids = np.zeros((self.kv.rows, self.kv.width), np.int64)
         self._log_probs = np.zeros((self.kv.rows, self.kv.width), np.float64)
 
@@ -275,9 +281,10 @@ class Runner:
             self._temperature[row] = job.temperature
             self._top_k[row] = job.top_k
             self._top_p[row] = job.top_p
+            self._min_p[row] = job.min_p
             self._seed[row] = job.seed
             self._stop[row] = job.stop_mask
-            self._special[row] = run.watches_text or run.wants_candidates
+            self._special[row] = run.watches_text or run.wants_candidates or job.truncated_logprobs
         if any(map(len, locations)):
             self.kv.load(np.concatenate(rows), np.concatenate(positions), np.concatenate(locations))
         self._admitting = []
@@ -381,10 +388,13 @@ class Runner:
         """Draw a token for each of `rows` [n] from `logits` [n, V], and end the sequences that are done."""
         position = self._length[rows]
         settings = SamplingBatch(
-            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._seed[rows], position
+            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], self._seed[rows], position
         )
-        drawn, log_probs = sample(logits, settings)
+        drawn, log_probs, kept = sample(logits, settings)
         picked = log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).numpy()
+        special = self._special[rows]
+        if special.any():
+            self._report_kept(rows, special.nonzero()[0], log_probs, kept, picked)
         tokens = drawn.numpy()
         self._ids[rows, position] = tokens
         self._log_probs[rows, position] = picked
@@ -394,7 +404,6 @@ class Runner:
         stopped = self._stop[rows, tokens]
         broken = ~np.isfinite(picked)
         ended = full | stopped | broken
-        special = self._special[rows]
         if special.any():
             ended |= self._special_rows(rows, special.nonzero()[0], log_probs, full | broken)
         for i in ended.nonzero()[0].tolist():
@@ -412,6 +421,21 @@ class Runner:
         if leaving:
             self._remember([(run, int(self._length[run.row]) - 1) for run in leaving if run.output.output_ids])
             self._remove(leaving)
+
+    def _report_kept(
+        self, rows: IntArray, special: IntArray, log_probs: torch.Tensor, kept: torch.Tensor | None, picked: Any
+    ) -> None:
+        """Renormalise `picked` [n] over what was kept, and record that, for the rows that ask for it."""
+        for i in special.tolist():
+            run = self._rows[rows[i]]
+            if not run.job.truncated_logprobs:
+                continue
+            ids = None if kept is None else kept[i].nonzero().squeeze(1)
+            if ids is None or len(ids) == log_probs.shape[1]:
+                run.output.kept_ids.append([])
+            else:
+                picked[i] -= float(log_probs[i, ids].double().logsumexp(0))
+                run.output.kept_ids.append(ids.tolist())
 
     def _special_rows(self, rows: IntArray, special: IntArray, log_probs: torch.Tensor, ended: BoolArray) -> BoolArray:
         """Record candidates and look for stop texts in the rows that want them; returns which rows a text ends."""
@@ -504,7 +528,7 @@ class Runner:
             width = int(self._length[source].max())
             self.kv.copy_rows(source, target, width)
             for state in (
-                self._length, self._limit, self._temperature, self._top_k, self._top_p, self._seed, self._stop,
+                self._length, self._limit, self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._stop,
                 self._special, self._ids, self._log_probs,
             ):  # fmt: skip
                 state[target] = state[source]

@@ -1,11 +1,12 @@
-"""Draws the next tokens: temperature, top-k, top-p, with counter-based random numbers, and the log-probs that go with them.
+"""Draws the next tokens: temperature, min-p, top-k, top-p, with counter-based random numbers, and the log-probs that
+go with them.
 
 The uniform number behind a token is a hash of (sampling seed, index of the token in the whole sequence) and nothing else.
 A request that is retried, resumed with its own output as input, re-ordered or batched with others draws the same tokens.
 
 Log-probs follow SGLang 0.5.15.post1 (`layers/sampler.py`): the log-softmax over the full vocabulary of logits / temperature;
-for greedy rows (temperature 0) at temperature 1. top-k and top-p narrow the draw, the log-prob returned is of the full,
-untruncated distribution.
+for greedy rows (temperature 0) at temperature 1. A truncation narrows the draw, the log-prob returned is of the full,
+untruncated distribution; what was kept is returned beside it (`objective.truncation` has the rules and the order).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slime_tandem.objective.truncation import kept_mask
 from slime_tandem.types import BoolArray, FloatArray, IntArray
 
 UintArray = npt.NDArray[np.uint64]
@@ -29,13 +31,14 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 class SamplingBatch:
     """Sampling settings of B rows, one array entry per row.
 
-    `temperature` [B] float32 (0: greedy), `top_k` [B] int64 (<= 0: whole vocabulary), `top_p` [B] float64,
-    `seed` [B] uint64, `position` [B] int64: index that the drawn token will have in its whole sequence.
+    `temperature` [B] float32 (0: greedy), `top_k` [B] int64 (<= 0: whole vocabulary), `top_p` and
+    `min_p` [B] float64, `seed` [B] uint64, `position` [B] int64: index that the drawn token will have in its whole sequence.
     """
 
     temperature: npt.NDArray[np.float32]
     top_k: IntArray
     top_p: FloatArray
+    min_p: FloatArray
     seed: UintArray
     position: IntArray
 
@@ -61,41 +64,28 @@ def uniforms(seed: UintArray, position: IntArray) -> FloatArray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero what top-k and then top-p (on the renormalised rest) cut away.
-
-    `probs` [B, V] float64, `top_k` [B] int64 (<= 0: all), `top_p` [B] float64; returns [B, V], not renormalised. The kept set
-    of top-p is the smallest one whose mass reaches `top_p`; ties go to the smaller id.
-    """
-    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
-    V = probs.shape[-1]
-    limit = torch.where(top_k > 0, top_k, V).unsqueeze(-1)
-    keep = torch.arange(V).unsqueeze(0) < limit
-    ranked = ranked * keep
-    ranked_mass = ranked / ranked.sum(dim=-1, keepdim=True)
-    before = ranked_mass.cumsum(dim=-1) - ranked_mass
-    keep &= before < top_p.unsqueeze(-1)
-    return torch.zeros_like(probs).scatter_(-1, ids, ranked * keep)
-
-
-def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draw one token per row.
 
-    `logits` [B, V] float32. Returns `tokens` [B] int64 and `log_probs` [B, V] float32 (nats) by the module's rule.
+    `logits` [B, V] float32. Returns `tokens` [B] int64, `log_probs` [B, V] float32 (nats) by the module's rule, and
+    `kept` [B, V]
+    bool, the tokens that each row drew from, or None if all rows drew from all.
     """
     greedy = rows.temperature == 0.0
-    if (rows.temperature != 1.0).any():
-        scale = torch.from_numpy(np.where(greedy, np.float32(1.0), rows.temperature))
-        logits = logits / scale.unsqueeze(-1)
-    log_probs = torch.log_softmax(logits, dim=-1)
+    scale = torch.from_numpy(np.where(greedy, np.float32(1.0), rows.temperature))
+    log_probs = torch.log_softmax(logits / scale.unsqueeze(-1) if (rows.temperature != 1.0).any() else logits, dim=-1)
     if greedy.all():
-        return log_probs.argmax(dim=-1), log_probs
+        return log_probs.argmax(dim=-1), log_probs, None
     probs = log_probs.exp()
-    cut: BoolArray = ((rows.top_k > 0) & (rows.top_k < logits.shape[-1])) | (rows.top_p < 1.0)
+    cut: BoolArray = ((rows.top_k > 0) & (rows.top_k < logits.shape[-1])) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    cut &= ~greedy
+    kept = None
     if cut.any():
         index = torch.from_numpy(cut.nonzero()[0])
-        narrowed = truncate(probs[index].double(), torch.from_numpy(rows.top_k[cut]), torch.from_numpy(rows.top_p[cut]))
-        probs = probs.double().index_copy_(0, index, narrowed)
+        top_k, top_p, min_p = (torch.from_numpy(a[cut]) for a in (rows.top_k, rows.top_p, rows.min_p))
+        kept = torch.ones_like(logits, dtype=torch.bool)
+        kept[index] = kept_mask(logits[index], top_k, top_p, min_p, scale[index])
+        probs = probs * kept
     cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     total = cdf[:, -1:]
     u = torch.from_numpy(uniforms(rows.seed, rows.position)).unsqueeze(-1)
@@ -105,4 +95,4 @@ def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, tor
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy), log_probs.argmax(dim=-1), tokens)
     # NaN logits leave no valid index; the caller refuses the row by its log-prob.
-    return tokens.clamp_(max=logits.shape[-1] - 1), log_probs
+    return tokens.clamp_(max=logits.shape[-1] - 1), log_probs, kept

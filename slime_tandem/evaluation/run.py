@@ -97,6 +97,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
         temperature=e.temperature,
         top_p=e.top_p,
         top_k=e.top_k,
+        truncation_replay="recompute",  # nothing is trained: what was kept is not asked for
         max_new_tokens=team.config.sampling.max_new_tokens,
         stop=team.config.sampling.stop,
     )

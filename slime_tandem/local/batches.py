@@ -30,6 +30,7 @@ class TrainRow:
     adds to the distillation term's denominator, None for the sum of `opd_weights`. `ref_log_probs` [R] nats of the start
     weights, where the run has a KL; `rollout_log_probs` [R] the engine's, once `old_log_probs` are the trainer's own;
     `junior_weights` [R] 1 on tokens that the junior wrote and that `lambda_jun` pulls to, `junior_log_probs` its own of them.
+    `replayed` [R]: the senior drew it; `kept_ids` as in `TandemSample`.
     """
 
     tokens: tuple[int, ...]
@@ -45,6 +46,8 @@ class TrainRow:
     rollout_log_probs: FloatArray | None = None
     junior_weights: FloatArray | None = None
     junior_log_probs: FloatArray | None = None
+    replayed: BoolArray | None = None
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def response_length(self) -> int:
@@ -115,6 +118,8 @@ def build_rows(
                 ref_log_probs=None if ref_log_probs is None else ref_log_probs[i],
                 junior_weights=(~senior) * np.asarray(sample.loss_mask, dtype=np.float64) if pulls else None,
                 junior_log_probs=np.asarray(sample.log_probs, dtype=np.float64) if pulls else None,
+                replayed=senior,
+                kept_ids=sample.kept_ids,
             )
         )
     metrics: dict[str, float | None] = {
@@ -183,12 +188,16 @@ def mini_batches(rows: Sequence[TrainRow], n: int) -> Iterator[list[TrainRow]]:
 
 
 class Sequenced(Protocol):
-    """What a forward pass needs of a row: prompt and response, and the length of the response."""
+    """What a forward pass needs of a row: prompt and response, the length of the response, and how it was truncated."""
 
     @property
     def tokens(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
     def response_length(self) -> int: ...  # noqa: D102
+    @property
+    def replayed(self) -> BoolArray | None: ...  # noqa: D102
+    @property
+    def kept_ids(self) -> tuple[tuple[int, ...], ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -197,11 +206,14 @@ class Response:
 
     tokens: tuple[int, ...]
     response_length: int
+    replayed: BoolArray | None = None
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, sample: TandemSample) -> Response:
         """The sample's own sampled ids."""
-        return cls(sample.prompt_ids + sample.response_ids, len(sample.response_ids))
+        senior = np.asarray(sample.authorship_mask, dtype=np.bool_)
+        return cls(sample.prompt_ids + sample.response_ids, len(sample.response_ids), senior, sample.kept_ids)
 
 
 Row = TypeVar("Row", bound=Sequenced)

@@ -52,7 +52,7 @@ def rollout(
     """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`. Samples are in prompt order.
 
     `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
-    log-probs (where responses are not read along). Raises EngineError for a sample that
+    log-probs (where responses are not read along), as for an evaluation. Raises EngineError for a sample that
     could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written.
     """
     t0 = time.perf_counter()
@@ -65,7 +65,12 @@ def rollout(
         written = [sample for sample, _ in both]
         early = {sample.key: result for sample, result in both}
     else:
-        written = with_revival(team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem))
+        sampling = team.config.sampling
+        if plain:  # nothing is trained on it: what was kept is not asked for
+            sampling = sampling.model_copy(update={"truncation_replay": "recompute"})
+        written = with_revival(
+            team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem, sampling=sampling)
+        )
     samples = successful(written, on_failed)
     rewards = [tasks.reward(s.prompt, s.text) for s in samples]
     t1 = time.perf_counter()

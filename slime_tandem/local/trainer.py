@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from slime_tandem.config import ObjectiveConfig, RunConfig
 from slime_tandem.errors import TandemError, explain
 from slime_tandem.local.batches import Response, Sequenced, TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.replay import replay_of
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
 from slime_tandem.objective.kl import above_guard, adapted_coef
 from slime_tandem.objective.logprobs import token_log_probs
@@ -24,6 +25,7 @@ from slime_tandem.objective.loss import (
     tandem_loss,
     token_kl,
 )
+from slime_tandem.objective.truncation import Replay
 from slime_tandem.types import FloatArray, TandemSample
 
 
@@ -47,9 +49,12 @@ class Trainer:
             return None
         return self._score(self.reference, [Response.of(sample) for sample in samples])
 
-    def own_log_probs(self, rows: Sequence[Sequenced]) -> list[FloatArray]:
-        """Log-probs [R] of the policy's present weights per row, nats, as `update` computes them."""
-        return self._score(self.policy, rows)
+    def own_log_probs(self, rows: Sequence[Sequenced], *, replayed: bool = False) -> list[FloatArray]:
+        """Log-probs [R] of the policy's present weights per row, nats, of the full distribution.
+
+        `replayed`: of what the engine reported log-probs of, which is the truncated one if it told what it kept.
+        """
+        return self._score(self.policy, rows, self._replay if replayed and self.config.sampling.asks_kept_ids else None)
 
     def update(self, rows: Sequence[TrainRow]) -> dict[str, float | None]:
         """Learn from one rollout; returns `train/...` metrics, means over its optimizer steps.
@@ -105,7 +110,7 @@ class Trainer:
         self.policy.zero_grad()
         for micro in micro_batches(mini, self.config.train.micro_batch_tokens):
             logits = self._logits(self.policy, micro)
-            log_probs, entropy = self._log_probs(logits, micro)
+            log_probs, entropy = self._log_probs(logits, micro, self._replay(micro))
             ids, teacher = self._candidates(micro)
             packed = PackedTokens(
                 old_log_probs=self._pack([r.old_log_probs for r in micro]),
@@ -142,12 +147,20 @@ class Trainer:
         return total | {"grad_norm": self.policy.step()}, kl_values
 
     def _with_own_log_probs(self, rows: Sequence[TrainRow]) -> tuple[Sequence[TrainRow], float | None]:
-        """(rows whose old policy is the trainer's, tokens that a mask took; None without one) where `rollout_weights` is on."""
-        objective = self.config.objective
-        if objective.rollout_weights == "none":
+        """(rows whose old policy is the trainer's, tokens that a mask took; None without one).
+
+        They are where `objective.rollout_weights` asks for it, and where truncation is found again in the trainer's logits:
+        there the server's log-probs are of the full distribution.
+        """
+        objective, sampling = self.config.objective, self.config.sampling
+        weighted = objective.rollout_weights != "none"
+        if not weighted and not (sampling.truncates and sampling.truncation_replay == "recompute"):
             return rows, None
+        values = self._score(self.policy, rows, self._replay)
+        if not weighted:
+            return [replace(row, old_log_probs=own) for row, own in zip(rows, values, strict=True)], None
         out, masked = [], 0
-        for row, own in zip(rows, self.own_log_probs(rows), strict=True):
+        for row, own in zip(rows, values, strict=True):
             used = (row.weights > 0) | (row.opd_weights > 0)
             raw = torch.from_numpy(np.where(used, own - row.old_log_probs, 0.0)).float().exp()
             keep = bounded_rollout_weights(raw, objective).numpy() > 0
@@ -163,12 +176,20 @@ class Trainer:
             )
         return out, float(masked)
 
-    def _score(self, policy: MegatronPolicy, rows: Sequence[Sequenced]) -> list[FloatArray]:
-        """Log-probs [R] of each row's response, in order."""
+    def _replay(self, micro: Sequence[Sequenced]) -> Replay | None:
+        return replay_of(self.config.sampling, micro, self.policy.device)
+
+    def _score(
+        self,
+        policy: MegatronPolicy,
+        rows: Sequence[Sequenced],
+        replay: Callable[[Sequence[Sequenced]], Replay | None] | None = None,
+    ) -> list[FloatArray]:
+        """Log-probs [R] of each row's response, in order; of the truncated distribution where `replay` gives one."""
         out: dict[int, FloatArray] = {}
         with torch.no_grad():
             for micro in micro_batches(rows, self.config.train.micro_batch_tokens):
-                log_probs, _ = self._log_probs(self._logits(policy, micro), micro)
+                log_probs, _ = self._log_probs(self._logits(policy, micro), micro, replay and replay(micro))
                 parts = torch.split(log_probs, [r.response_length for r in micro])
                 out.update((id(row), part.double().cpu().numpy()) for row, part in zip(micro, parts, strict=True))
         return [out[id(row)] for row in rows]
@@ -188,9 +209,11 @@ class Trainer:
             values.append(np.zeros(shape) if row.candidates is None else row.candidates.teacher_log_probs)
         return torch.from_numpy(np.concatenate(ids)).to(self.policy.device), self._pack(values)
 
-    def _log_probs(self, logits: Tensor, micro: Sequence[Sequenced]) -> tuple[Tensor, Tensor]:
+    def _log_probs(
+        self, logits: Tensor, micro: Sequence[Sequenced], replay: Replay | None = None
+    ) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
-        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature)
+        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature, replay=replay)
 
     def _pack(self, parts: Sequence[FloatArray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).float().to(self.policy.device)

@@ -123,6 +123,7 @@ class TandemWriter:
         self.response_ids: list[int] = []
         self._authors: list[int] = []
         self._log_probs: list[float] = []
+        self._kept_ids: list[tuple[int, ...]] = []
         self._senior_log_probs: list[float | None] = []
         self._scored = 0  # response tokens before this one have their senior log-prob
         self._runs: list[AuthorRun] = []
@@ -185,7 +186,8 @@ class TandemWriter:
                 writer._insert(sample.response_ids[i : starts[i]], next(turns))
                 i = starts[i]
             else:
-                writer._append(sample.response_ids[i], sample.log_probs[i])
+                kept = sample.kept_ids[i] if sample.kept_ids else ()
+                writer._append(sample.response_ids[i], sample.log_probs[i], kept)
                 i += 1
         writer._fallen = writer._fallen or i in sample.fallback_starts
         writer._runs = list(sample.runs)
@@ -279,6 +281,7 @@ class TandemWriter:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
+            min_p=s.min_p,
             stop_token_ids=stop_ids,
             stop=s.stop,
             stop_regex=(pattern,) if pattern else (),
@@ -287,6 +290,7 @@ class TandemWriter:
             logprob_start_len=len(self.prompt_ids) + self._scored - 1 if score else -1,
             conversation=name,
             handoff=handoff_of(self.rule, self._akey, self._run, self._run_length) if self._fused and budget else None,
+            truncated_logprobs=author == SENIOR and s.asks_kept_ids and budget > 0,
         )
 
     def accept(self, result: GenerateResult) -> None:
@@ -311,11 +315,12 @@ class TandemWriter:
             translation = self._junior_text.translate(ids, log_probs)
             ids, log_probs, complete = translation.ids, translation.log_probs, translation.complete
         authors = [author] * len(ids) if fused_authors is None else fused_authors
-        for token, log_prob, written_by in zip(ids, log_probs, authors, strict=True):
+        kept_ids = result.kept_ids if author == SENIOR and result.kept_ids else [()] * len(ids)
+        for token, log_prob, kept, written_by in zip(ids, log_probs, kept_ids, authors, strict=True):
             if self._finish is not None or self._author() != written_by:
                 self._discarded += 1
                 continue
-            self._append(token, log_prob)
+            self._append(token, log_prob, kept)
         stop = len(self.response_ids)
         if author == SENIOR and self._score_junior and self._scored == start:
             given = result.senior_log_probs if self._fused else self._log_probs[start:stop]
@@ -393,17 +398,19 @@ class TandemWriter:
         self.response_ids += ids
         self._authors += [0] * len(ids)
         self._log_probs += [0.0] * len(ids)
+        self._kept_ids += [()] * len(ids)
         self._senior_log_probs += [None] * len(ids)
         self._run, self._run_length = self._run + (self._run_length > 0), 0
         self._fallen = False
         self._turn.clear()
         self._cut = 0
 
-    def _append(self, token: int, log_prob: float) -> None:
+    def _append(self, token: int, log_prob: float, kept: tuple[int, ...]) -> None:
         author = self._author()
         self.response_ids.append(token)
         self._authors.append(author)
         self._log_probs.append(log_prob)
+        self._kept_ids.append(kept)
         self._senior_log_probs.append(None)
         self._run_length += 1
         data = self.tokens.of(token) or b""
@@ -499,6 +506,7 @@ class TandemWriter:
             inserted_messages=tuple(self._messages) if any(self._messages) else (),
             senior_log_probs=scores,
             fallback_starts=fallback,
+            kept_ids=tuple(self._kept_ids) if self.sampling.asks_kept_ids else (),
         )
 
 

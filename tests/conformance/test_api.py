@@ -375,3 +375,18 @@ def test_weight_updates(rig: Any, tmp_path: Path) -> None:
     finally:
         rig.use(lambda client: update(client, "senior", "default"))
     check("senior", "default")
+
+
+def test_only_the_embedded_server_tells_what_truncated_sampling_drew_from(rig: Any) -> None:
+    """SGLang takes the request, and its answer is not mistaken for one of the truncated distribution."""
+    asked = ask("kept", [5, 6, 7], 3, top_k=4, min_p=0.01, truncated_logprobs=True)
+    if rig.kind == "sglang":
+        with pytest.raises(EngineRejectedError, match=r"no output_kept_ids.*truncation_replay=recompute"):
+            rig.generate(asked)
+        return
+    [got] = rig.generate(asked)
+    for i, (token, kept, value) in enumerate(zip(got.output_ids, got.kept_ids, got.output_log_probs, strict=True)):
+        row = rig.log_probs([5, 6, 7, *got.output_ids[:i]])[-1]
+        assert 1 <= len(kept) <= 4
+        assert set(kept) <= set(np.argsort(row)[-4:].tolist())
+        close(value, row[token] - np.logaddexp.reduce(row[list(kept)]))

@@ -121,6 +121,7 @@ def make_job() -> JobFactory:
             "temperature": 1.0,
             "top_k": -1,
             "top_p": 1.0,
+            "min_p": 0.0,
             "seed": 7,
             "stop_mask": np.zeros(VOCAB, np.bool_),
             "stop": (),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_tandem.engines.sampling import SamplingBatch, sample, truncate, uniforms
+from slime_tandem.engines.sampling import SamplingBatch, sample, uniforms
 
 
 def batch(n: int, **changes: Any) -> SamplingBatch:
@@ -16,6 +16,7 @@ def batch(n: int, **changes: Any) -> SamplingBatch:
         "temperature": np.ones(n, np.float32),
         "top_k": np.full(n, -1),
         "top_p": np.ones(n),
+        "min_p": np.zeros(n),
         "seed": np.zeros(n, np.uint64),
         "position": np.arange(n),
     }
@@ -47,7 +48,7 @@ def test_uniforms_are_uniform_along_positions_and_seeds() -> None:
 def test_draw_frequencies_follow_the_distribution(temperature: float) -> None:
     n = 20_000
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
-    tokens, log_probs = sample(logits.repeat(n, 1), batch(n, temperature=np.full(n, temperature, np.float32)))
+    tokens, log_probs, _ = sample(logits.repeat(n, 1), batch(n, temperature=np.full(n, temperature, np.float32)))
     want = torch.softmax(logits / temperature, dim=-1)
     torch.testing.assert_close(log_probs[0].exp(), want)
     got = torch.bincount(tokens, minlength=4) / n
@@ -56,7 +57,7 @@ def test_draw_frequencies_follow_the_distribution(temperature: float) -> None:
 
 def test_greedy_takes_the_best_and_reports_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    tokens, log_probs = sample(logits, batch(2, temperature=np.zeros(2, np.float32)))
+    tokens, log_probs, _ = sample(logits, batch(2, temperature=np.zeros(2, np.float32)))
     assert tokens.tolist() == [1, 0]
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, dim=-1))
 
@@ -68,46 +69,37 @@ def test_greedy_and_sampled_rows_mix() -> None:
         sample(
             logits[i : i + 1],
             SamplingBatch(
-                *(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_k", "top_p", "seed", "position"))
+                *(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_k", "top_p", "min_p", "seed", "position"))
             ),
         )
         for i in range(4)
     ]
-    tokens, log_probs = sample(logits, mixed)
-    assert tokens.tolist() == [int(t) for t, _ in alone]
-    torch.testing.assert_close(log_probs, torch.cat([p for _, p in alone]))
-
-
-def test_truncation_keeps_top_k_then_top_p_of_the_rest() -> None:
-    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
-
-    def kept(top_k: int, top_p: float) -> list[int]:
-        cut = truncate(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
-        assert torch.equal(cut[cut > 0], probs[cut > 0])
-        return cut[0].nonzero().flatten().tolist()
-
-    assert kept(-1, 1.0) == [0, 1, 2, 3]
-    assert kept(1, 1.0) == [1]
-    assert kept(3, 1.0) == [1, 2, 3]
-    assert kept(-1, 0.69) == [1, 3]
-    assert kept(-1, 0.71) == [1, 2, 3]
-    # After top-k 2 the rest is renormalised to 4/7 and 3/7, so that 0.5 needs one token only.
-    assert kept(2, 0.5) == [1]
-    assert kept(2, 0.6) == [1, 3]
+    tokens, log_probs, _ = sample(logits, mixed)
+    assert tokens.tolist() == [int(t) for t, _, _ in alone]
+    torch.testing.assert_close(log_probs, torch.cat([p for _, p, _ in alone]))
 
 
 def test_truncated_draws_stay_inside_and_log_probs_are_of_the_full_distribution() -> None:
     n = 500
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0]).repeat(n, 1)
-    tokens, log_probs = sample(logits, batch(n, top_k=np.full(n, 2)))
+    tokens, log_probs, kept = sample(logits, batch(n, top_k=np.full(n, 2)))
     assert set(tokens.tolist()) == {2, 3}
+    assert kept is not None
+    assert kept[0].tolist() == [False, False, True, True]
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, dim=-1))
-    tokens, _ = sample(logits, batch(n, top_p=np.full(n, 0.5)))
+    tokens, _, _ = sample(logits, batch(n, top_p=np.full(n, 0.5)))
     assert set(tokens.tolist()) == {3}
+    tokens, _, _ = sample(logits, batch(n, min_p=np.full(n, 0.2)))
+    assert set(tokens.tolist()) == {2, 3}
+    # Greedy rows draw from nothing, and a row without truncation keeps all.
+    mixed = batch(3, temperature=np.array([0, 1, 1], np.float32), top_k=np.array([2, -1, 2]))
+    _, _, kept = sample(logits[:3], mixed)
+    assert kept is not None
+    assert kept.sum(-1).tolist() == [4, 4, 2]
 
 
 def test_tokens_of_probability_zero_are_never_drawn() -> None:
     n = 2000
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).repeat(n, 1)
-    tokens, _ = sample(logits, batch(n))
+    tokens, _, _ = sample(logits, batch(n))
     assert set(tokens.tolist()) == {1, 3}

@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_tandem.objective.logprobs import token_log_probs
+from slime_tandem.errors import DataError
+from slime_tandem.objective.logprobs import token_log_probs, top_log_probs
+from slime_tandem.objective.truncation import KeptIds, Replay, Truncation, kept_mask
 
 
 def test_closed_form_with_temperature() -> None:
@@ -50,3 +54,156 @@ def test_huge_and_impossible_logits_stay_numbers() -> None:
     """Padded vocabulary rows may be masked with -inf; 0 * log 0 is 0."""
     log_probs, entropy = token_log_probs(torch.tensor([[1e4, -1e4, -math.inf]]), torch.tensor([0]))
     assert (log_probs.item(), entropy.item()) == (0.0, 0.0)
+
+
+CUTS = {
+    "none": Truncation(),
+    "top_k": Truncation(top_k=5),
+    "top_p": Truncation(top_p=0.8),
+    "min_p": Truncation(min_p=0.1),
+    "all": Truncation(8, 0.9, 0.02),
+}
+
+
+def random_case(T: int = 7, V: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(T, V, generator=g, dtype=torch.float64) * 3
+    return logits, torch.randint(V, (T,), generator=g)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_replay_is_the_softmax_over_the_kept_and_the_label(name: str) -> None:
+    logits, tokens = random_case()
+    cut = CUTS[name]
+    kept = kept_mask(logits, cut.top_k, cut.top_p, cut.min_p, 0.7)
+    assert name == "none" or not kept.gather(1, tokens[:, None]).all(), (
+        "some label lies outside, which is the case to test"
+    )
+    kept.scatter_(1, tokens[:, None], True)
+    want = torch.log_softmax((logits / 0.7).masked_fill(~kept, -math.inf), -1).gather(1, tokens[:, None])[:, 0]
+    got, entropy = token_log_probs(logits, tokens, 0.7, replay=Replay(cut))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        entropy, token_log_probs(logits, tokens, 0.7)[1], msg="the entropy is the full distribution's"
+    )
+    lists = KeptIds.of([row.nonzero().flatten().tolist() for row in kept])
+    torch.testing.assert_close(token_log_probs(logits, tokens, 0.7, replay=Replay(cut, kept=lists))[0], want)
+    half = torch.arange(len(tokens)) % 2 == 0
+    mixed, _ = token_log_probs(logits, tokens, 0.7, replay=Replay(cut, half))
+    torch.testing.assert_close(mixed, torch.where(half, want, token_log_probs(logits, tokens, 0.7)[0]))
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_gradient_is_autograds_and_zero_outside_the_kept(name: str, in_place: bool) -> None:
+    logits, tokens = random_case(seed=1)
+    grads = torch.linspace(-1, 1, len(tokens), dtype=torch.float64)
+    cut = CUTS[name]
+    kept = kept_mask(logits, cut.top_k, cut.top_p, cut.min_p, 0.7).scatter(1, tokens[:, None], True)
+    plain = logits.clone().requires_grad_()
+    want = torch.log_softmax((plain / 0.7).masked_fill(~kept, -math.inf), -1).gather(1, tokens[:, None])[:, 0]
+    (want_grad,) = torch.autograd.grad(want, plain, grads)
+    x = logits.clone().requires_grad_()
+    (got,) = torch.autograd.grad(token_log_probs(x, tokens, 0.7, replay=Replay(cut), in_place=in_place)[0], x, grads)
+    torch.testing.assert_close(got, want_grad)
+    assert not got[~kept].any()
+    assert (got.data_ptr() == x.data_ptr()) == in_place
+
+
+def test_the_gradient_against_finite_differences() -> None:
+    logits, tokens = random_case(T=3, V=9)
+
+    def of(x: Tensor) -> Tensor:
+        out: Tensor = token_log_probs(x, tokens, 0.7, replay=Replay(Truncation(4, 0.9)))[0]
+        return out
+
+    assert torch.autograd.gradcheck(of, logits.requires_grad_())
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of a new float32 tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.dtype == torch.float32:
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_chunks_change_nothing_and_no_wide_copy_of_all_logits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, tokens = random_case(T=50, V=64)
+    logits = exact.bfloat16()
+    replay, grads = Replay(Truncation(8, 0.9)), torch.linspace(-1, 1, 50)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        x = logits.clone().requires_grad_()
+        log_probs, entropy = token_log_probs(x, tokens, replay=replay)
+        return log_probs, entropy, torch.autograd.grad(log_probs, x, grads)[0]
+
+    whole = run()
+    monkeypatch.setattr("slime_tandem.objective.logprobs._CHUNK", 64 * 7)
+    with Largest() as seen:
+        parts = run()
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert 0 < seen.elements <= 64 * 7
+
+
+def test_top_log_probs_are_topk_of_the_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_tandem.objective.logprobs._CHUNK", 100)
+    logits, _ = random_case()
+    want = torch.log_softmax(logits / 0.7, -1).topk(6)
+    log_probs, ids = top_log_probs(logits, 6, 0.7)
+    torch.testing.assert_close(log_probs, want.values)
+    assert torch.equal(ids, want.indices)
+    with pytest.raises(DataError, match="k=41: expected 1 to 40"):
+        top_log_probs(logits, 41)
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_bad_logits_give_a_defined_value(cut: Truncation) -> None:
+    logits = torch.zeros(5, 12)
+    logits[:, 0] = 3.0
+    logits[0, 5] = math.nan
+    logits[1, 5] = math.inf
+    logits[2, 5] = -math.inf
+    logits[3] = -math.inf
+    tokens = torch.tensor([0, 0, 5, 0, 0])
+    logits.requires_grad_()
+    log_probs, _ = token_log_probs(logits, tokens, replay=Replay(cut))
+    assert log_probs.isnan().tolist() == [True, True, False, True, False]
+    assert log_probs[2] == -math.inf, "an impossible token was sampled"
+    # A row without gradient has none, whatever is in it: 0 * NaN is 0 here.
+    (grad,) = torch.autograd.grad(log_probs, logits, torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
+    assert not grad[:4].any()
+    assert grad[4].isfinite().all()
+
+
+def test_an_empty_response_is_nothing() -> None:
+    x = torch.zeros(0, 9, requires_grad=True)
+    log_probs, entropy = token_log_probs(x, torch.zeros(0, dtype=torch.long), replay=Replay(Truncation(3, 0.9, 0.1)))
+    assert log_probs.shape == entropy.shape == (0,)
+    log_probs.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 9)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, tokens = torch.zeros(3, 5), torch.tensor([0, 1, 2])
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(DataError, match="temperature="):
+            token_log_probs(logits, tokens, temperature)
+    for bad in ([0, 1, 5], [-1, 0, 0]):
+        with pytest.raises(DataError, match=r"ids in \[0, 5\)"):
+            token_log_probs(logits, torch.tensor(bad))
+    for shapes in ((logits, tokens[:2]), (logits[0], tokens), (logits.long(), tokens)):
+        with pytest.raises(DataError, match="floats"):
+            token_log_probs(*shapes)
+    for replay in (
+        Replay(CUTS["top_k"], torch.ones(2, dtype=torch.bool)),
+        Replay(CUTS["top_k"], kept=KeptIds.of([[1]])),
+    ):
+        with pytest.raises(DataError, match="one per token"):
+            token_log_probs(logits, tokens, replay=replay)
