@@ -106,18 +106,27 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: fro
 
     `eos_ids` are the senior's ends of turn.
     """
+    metrics: dict[str, float | None] = {
+        **response_metrics(scored),
+        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
+    }
+    metrics.update(teacher_metrics(scored, eos_ids))
+    return metrics
+
+
+def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
+    """What can be said of responses without their tasks and teachers."""
     samples = [s.sample for s in scored]
     tokens = np.array([len(s.response_ids) for s in samples])
     senior = np.array([s.senior_tokens for s in samples])
     junior = np.array([s.junior_tokens for s in samples])
     total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
     by_task = [h["mean"] for h in reward_histograms([s.reward for s in scored], [s.prompt.task for s in samples])]
-    metrics: dict[str, float | None] = {
+    return {
         "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
         **{f"rollout/reward_{name}": v for name, v in reward_quantiles([s.reward for s in scored]).items()},
         "rollout/reward_worst_task": min(by_task),
         "rollout/reward_best_task": max(by_task),
-        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
         "rollout/response_tokens_mean": float(tokens.mean()),
         "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tandem/senior_token_fraction": float(senior.sum() / total),
@@ -128,8 +137,6 @@ def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: fro
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
         "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),
     }
-    metrics.update(teacher_metrics(scored, eos_ids))
-    return metrics
 
 
 def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:

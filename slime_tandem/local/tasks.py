@@ -257,10 +257,18 @@ class _Jsonl:
 
     def reward(self, prompt: Prompt, answer: str) -> float:
         assert prompt.label is not None, "read_jsonl checks it"
-        label = prompt.label
-        if answer == label.strip():
-            return 1.0
-        return _guarded(lambda text: _math_equal(label, text), answer, label)
+        return label_reward(prompt.label, answer)
+
+
+def label_reward(label: str, answer: str) -> float:
+    """1.0 for an extracted answer that is the label, or that math-verify finds equal to it; else 0.0.
+
+    >>> label_reward("7", "7")
+    1.0
+    """
+    if answer == label.strip():
+        return 1.0
+    return _guarded(lambda text: _math_equal(label, text), answer, label)
 
 
 def read_jsonl(path: Path) -> list[Prompt]:

@@ -11,10 +11,10 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
@@ -34,7 +34,7 @@ from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
 from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.spelling import JuniorText
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.tandem import TandemWriter, WriterOptions
 from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 Role = str
@@ -137,11 +137,11 @@ class Team:
         self.roles += self.teacher_specs
         models: dict[Role, str] = {"senior": config.models.senior, "junior": config.models.junior}
         models |= {role: spec.model for role, spec in self.teacher_specs.items()}
-        self._given_urls: dict[Role, str | None] = {
+        self.given_urls: dict[Role, str | None] = {
             "senior": config.engine.senior_url,
             "junior": config.engine.junior_url,
         }
-        self._given_urls |= {role: spec.url for role, spec in self.teacher_specs.items()}
+        self.given_urls |= {role: spec.url for role, spec in self.teacher_specs.items()}
         cache = Path(config.models.cache_dir)
         self.folders: dict[Role, Path] = {}
         self.tokenizers: dict[Role, ModelTokenizer] = {}
@@ -149,7 +149,7 @@ class Team:
         for role in self.roles:
             with _of_role(role):
                 folder = self.folders[role] = resolve_model(models[role], cache)
-                if self._given_urls[role] is None or role == "senior":
+                if self.given_urls[role] is None or role == "senior":
                     check_model_folder(folder)
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
         self.student = self.tokenizers["senior"]
@@ -195,13 +195,13 @@ class Team:
     def _start(self) -> None:
         gc.freeze()  # until `close`: libraries and tokenizers stay; long lists must not have them searched again and again
         e = self.config.engine
-        key = self._api_key()
+        key = self.api_key()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         urls: dict[Role, str] = {}
         for role in self.roles:
             if self.fused and role == "junior":
                 continue  # inside the senior's server
-            url = self._given_urls[role]
+            url = self.given_urls[role]
             if url is None and self.fused and role == "senior":
                 self.servers[role] = FusedServer(
                     self.folders["senior"],
@@ -243,19 +243,25 @@ class Team:
             self.clients[role] = client
             self.runner.run(client.wait_ready(e.start_timeout_s))
         if self.teacher_specs:
-            opd, chosen = self.config.opd, self.config.opd.selection
-            scoring = Scoring(
-                opd.alignment,
-                0 if opd.signal == "sampled" else opd.top_k,
-                opd.support,
-                0 if chosen.mask == "full" else chosen.top_k,
-                chosen.missing_mass == "exact",
-            )
-            self._panel = TeacherPanel([self._teacher(role) for role in self.teacher_specs], scoring)
+            clients = {role: self.clients[role] for role in self.teacher_specs}
+            teachers = [self.teacher(role, c, self.runner.run(c.model_info())) for role, c in clients.items()]
+            self._panel = TeacherPanel(teachers, self.scoring)
 
-    def _max_tokens(self, role: Role) -> int | None:
+    @property
+    def scoring(self) -> Scoring:
+        """What the run asks of its teachers."""
+        opd, chosen = self.config.opd, self.config.opd.selection
+        return Scoring(
+            opd.alignment,
+            0 if opd.signal == "sampled" else opd.top_k,
+            opd.support,
+            0 if chosen.mask == "full" else chosen.top_k,
+            chosen.missing_mass == "exact",
+        )
+
+    def _max_tokens(self, role: Role, info: Mapping[str, Any]) -> int | None:
         """Input tokens that a role's server takes: what it tells, else what the model's config says, else None."""
-        told = self.runner.run(self.clients[role].model_info()).get("max_total_tokens")
+        told = info.get("max_total_tokens")
         if isinstance(told, int):
             return told
         # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
@@ -276,13 +282,14 @@ class Team:
         return kind(
             url,
             role=role,
-            api_key=self._api_key(),
+            api_key=self.api_key(),
             timeout_s=e.request_timeout_s,
             max_retries=e.max_retries,
             backoff_s=e.backoff_s,
         )
 
-    def _api_key(self) -> str | None:
+    def api_key(self) -> str | None:
+        """The servers' key, None: they take none; raises ConfigError for a variable that is not set or holds no key."""
         name = self.config.engine.api_key_env
         if name is None:
             return None
@@ -394,18 +401,18 @@ class Team:
         sampling: SamplingConfig,
         tokens_per_request: int | None,
     ) -> TandemWriter:
+        options = self.writer_options(prompt, rule, tokens_per_request)
+        return TandemWriter(
+            key, group, prompt, self.student.render(prompt.messages), rule, sampling, self.student.tokens, **options
+        )
+
+    def writer_options(self, prompt: Prompt, rule: HandoffRule, tokens_per_request: int | None) -> WriterOptions:
+        """How a response to this prompt is written, beside the rule and the sampling."""
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
             junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
-        return TandemWriter(
-            key,
-            group,
-            prompt,
-            self.student.render(prompt.messages),
-            rule,
-            sampling,
-            self.student.tokens,
+        return WriterOptions(
             custom_boundary=t.boundary_token_ids is not None and rule.boundary == frozenset(t.boundary_token_ids),
             boundary_classes=t.boundary_classes,
             score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
@@ -476,12 +483,16 @@ class Team:
             raise failures.exceptions[0] from failures
         return [(sample, scores.get(i)) for i, sample in enumerate(written)]
 
-    def _teacher(self, role: Role) -> Teacher:
+    def teacher(self, role: Role, engine: Engine, info: Mapping[str, Any]) -> Teacher:
+        """The scorer of a role whose server, asked through `engine`, says `info` of itself.
+
+        Raises ModelError for a server of another model, or a tokenizer that cannot be aligned.
+        """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
         aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
         teacher = Teacher(
-            self.clients[role],
+            engine,
             aligner,
             lambda messages: t.render(messages, kwargs),
             t.encode,
@@ -491,11 +502,11 @@ class Team:
             weight=spec.weight,
             max_batch=self.config.engine.max_batch,
             concurrency=opd.concurrency,
-            max_tokens=self._max_tokens(role),
+            max_tokens=self._max_tokens(role, info),
         )
         with _of_role(role):
-            if url := self._given_urls[role]:
-                check_served_model(self.runner.run(self.clients[role].model_info()), self.folders[role], url)
+            if url := self.given_urls[role]:
+                check_served_model(info, self.folders[role], url)
             teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are told now
             check_teacher(teacher)
         return teacher

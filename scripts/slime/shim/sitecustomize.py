@@ -1,0 +1,84 @@
+"""Start-up shim for machines that slime was not made for; slime's, Megatron's and SGLang's sources stay as they are.
+
+Python imports this module by its name when its folder is on PYTHONPATH. It waits for two modules of slime to be imported:
+- backends/megatron_utils/initialize.py asserts numpy 1.x; its `np` becomes one that says so (what it calls is the same in 2.x).
+- SLIME_TANDEM_CPU=1: utils/accelerator gets a CPU backend, and torch.cuda's names that Megatron and slime call directly do
+  nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_ON_CPU = os.environ.get("SLIME_TANDEM_CPU") == "1"
+
+
+class _Numpy1:
+    """numpy, with a version that slime accepts."""
+
+    __version__ = "1.26.4"
+
+    def __init__(self, numpy):
+        self._numpy = numpy
+
+    def __getattr__(self, name):
+        return getattr(self._numpy, name)
+
+
+def _initialize(module):
+    module.np = _Numpy1(module.np)
+    if _ON_CPU:
+        import cpu_device
+
+        cpu_device.patch_torch()
+
+
+def _accelerator(module):
+    if _ON_CPU:
+        import cpu_device
+
+        cpu_device.register(module)
+
+
+_AFTER = {
+    "slime.backends.megatron_utils.initialize": _initialize,
+    "slime.utils.accelerator": _accelerator,
+}
+
+
+class _Finder:
+    """Finds the two modules as usual, and runs what belongs behind their import."""
+
+    looking = False
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        after = _AFTER.get(name)
+        if after is None or cls.looking:
+            return None
+        cls.looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            cls.looking = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                after(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)
+
+# The machine may have a module of this name itself.
+_here = Path(__file__).resolve()
+_elsewhere = [p for p in sys.path if p and Path(p).resolve() != _here.parent]
+_own = importlib.machinery.PathFinder.find_spec("sitecustomize", _elsewhere)
+if _own is not None and _own.loader is not None:
+    _own.loader.exec_module(importlib.util.module_from_spec(_own))

@@ -1,0 +1,288 @@
+"""The functions that slime's flags name (docs/slime.md has the table). Each takes slime's objects apart and calls what exists.
+
+Processes: generate, score_sample, reward, log_rollout, log_eval and reward_post_process run in slime's rollout manager;
+advantages, data_post_process, before_train_step, loss and megatron_init in every trainer rank. slime and Megatron are imported
+inside functions: this module loads without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import DataError, explain
+from slime_tandem.local.batches import build_rows
+from slime_tandem.local.rollouts import response_metrics, teacher_metrics
+from slime_tandem.local.tasks import extract_answer, label_reward
+from slime_tandem.objective.advantages import group_advantages
+from slime_tandem.objective.distillation import log_probs_of, log_rest_of
+from slime_tandem.objective.loss import Denominators, tandem_loss
+from slime_tandem.slime_hooks import runtime, wire
+from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.types import ScoredSample
+
+logger = logging.getLogger(__name__)
+
+
+# ---- rollout manager ----
+
+
+async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
+    """`--custom-generate-function-path`: senior and junior write the response; evaluations are the senior's
+    alone, by slime's own generate."""
+    if evaluation:
+        from slime.rollout import sglang_rollout
+
+        return await sglang_rollout.generate(args, sample, dict(sampling_params))
+    return await _write(args, sample, sampling_params, tandem=settings(args).tandem.enabled, evaluation=False)
+
+
+async def generate_with_junior(
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> Any:
+    """`custom_generate_function_path` of an evaluation set whose responses are to be co-written."""
+    return await _write(args, sample, sampling_params, tandem=True, evaluation=evaluation)
+
+
+async def _write(args: Any, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool) -> Any:
+    team = await runtime.current(args)
+    await team.write(sample, sampling_params, tandem=tandem, evaluation=evaluation)
+    chosen = (
+        getattr(sample, "custom_rm_path", None),
+        getattr(args, "custom_rm_path", None),
+        getattr(args, "rm_type", None),
+    )
+    finished = sample.status in (type(sample).Status.COMPLETED, type(sample).Status.TRUNCATED)
+    if finished and sample.reward is None and not any(chosen) and not getattr(args, "group_rm", False):
+        sample.reward = await reward(args, sample)
+    return sample
+
+
+async def reward(args: Any, sample: Any, **_: Any) -> float:
+    """`--custom-rm-path`: 1.0 if the answer in the response (`<answer>`, else a box) is the label, else 0.0.
+
+    What `tasks.family: jsonl` of the local runtime gives; generate uses it where no reward is named.
+    """
+    answer = extract_answer(sample.response)
+    return 0.0 if answer is None or sample.label is None else label_reward(str(sample.label), answer)
+
+
+async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+    """`--rollout-sample-hook-path`: the teachers score a finished training sample; nothing is asked of an aborted one."""
+    status = type(sample).Status
+    if evaluation or not settings(args).opd.enabled or sample.status not in (status.COMPLETED, status.TRUNCATED):
+        return
+    await (await runtime.current(args)).score(sample)
+
+
+def log_rollout(
+    rollout_id: int, args: Any, samples: Sequence[Any], rollout_extra_metrics: Any, rollout_time: float
+) -> bool:
+    """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
+    args.logged_rollout_id = rollout_id
+    written = [s for s in samples if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None]
+    if written:
+        scored = [_scored(s, args, settings(args)) for s in written]
+        eos = frozenset(s.sample.response_ids[-1] for s in scored if s.sample.finish_reason == "stop")
+        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos)})
+    return False
+
+
+def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: Any) -> bool:
+    """`--custom-eval-rollout-log-function-path`: who wrote what in co-written evaluation sets; slime logs their rewards."""
+    args.logged_eval_rollout_id = rollout_id
+    for name, found in data.items():
+        written = [
+            s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None
+        ]
+        if written:
+            metrics = response_metrics([_scored(s, args, settings(args)) for s in written])
+            _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
+    return False
+
+
+def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: (raw rewards, advantages), group-relative; fills each sample's channels.
+
+    The OPD mask is chosen over all samples at once. A sample that failed or is dropped takes no part; slime removes it. Samples
+    without log-probs get their advantages alone.
+    """
+    config = settings(args)
+    raw = [_reward_of(s, args) for s in samples]
+    if all(s.rollout_log_probs is None for s in samples):  # nothing to carry: a trainer with our loss will say so
+        groups = [-1 if s.group_index is None else s.group_index for s in samples]
+        return raw, group_advantages(raw, groups, config.objective.scale_advantages)[0].tolist()
+    written = [s for s in samples if wire.failure_of(s) is None]
+    scored = [_scored(s, args, config) for s in written]
+    rows, metrics = build_rows(scored, config)
+    drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
+    kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
+    width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
+    place = {id(s): i for i, s in enumerate(samples)}
+    for s in samples:
+        setattr(s, wire.CARRIER, torch.zeros(s.response_length, wire.FIXED + 2 * width))
+        s.remove_sample = True
+    for s, row in zip(kept, rows, strict=True):
+        assert tuple(s.tokens) == row.tokens, "rows come in the order of the samples"
+        advantages[place[id(s)]] = row.advantage
+        setattr(s, wire.CARRIER, wire.pack(row, width))
+        s.loss_mask = [int(w > 0 or o > 0) for w, o in zip(row.weights, row.opd_weights, strict=True)]
+        s.remove_sample = False
+    for s in samples:
+        # As float32, so that the trainer can compare the two seats token for token.
+        s.rollout_log_probs = getattr(s, wire.CARRIER)[:, wire.OLD].tolist()
+    total = wire.checksum([getattr(s, wire.CARRIER) for s in samples], [s.index for s in samples])
+    rollout_id = getattr(args, "logged_rollout_id", None)
+    logger.info(f"slime_tandem channels sent {rollout_id}: samples {len(samples)} check-sum {total:016x}")
+    metrics["rollout/failed_samples"] = float(len(samples) - len(written))
+    _report(args, rollout_id, metrics)
+    return raw, list(advantages.values())
+
+
+def _reward_of(sample: Any, args: Any) -> float:
+    return float(sample.reward[args.reward_key] if getattr(args, "reward_key", None) else sample.reward)
+
+
+def _scored(sample: Any, args: Any, config: RunConfig) -> ScoredSample:
+    teacher, error = wire.scores_of(sample)
+    value = 0.0 if sample.reward is None else _reward_of(sample, args)
+    return ScoredSample(wire.response_of(sample, config.seed), value, teacher, error)
+
+
+def _report(
+    args: Any, rollout_id: int | None, metrics: Mapping[str, float | None], step_key: str = "rollout/step"
+) -> None:
+    """Log what was measured where slime's own metrics go; a name without a value is left out there, as in slime."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    logger.info(f"slime_tandem {rollout_id}: {known}")
+    if rollout_id is None or not hasattr(args, "use_wandb"):
+        return
+    from slime.observability import logging_utils
+    from slime.observability.metric_utils import compute_rollout_step
+
+    logging_utils.log(args, {**known, step_key: compute_rollout_step(args, rollout_id)}, step_key=step_key)
+
+
+# ---- trainer ----
+
+
+@dataclass
+class _Parked:
+    """The channels of the rollout that is trained on, between the hooks of one trainer process."""
+
+    channels: list[Tensor]
+    rollout_data: dict[str, Any]
+
+
+_parked: _Parked | None = None
+
+
+def megatron_init(args: Any) -> None:
+    """`--custom-megatron-init-path`: check the settings on every trainer rank, before a model is built; log what runs."""
+    import megatron.core
+    import numpy
+
+    config = settings(args)
+    versions = {"torch": torch.__version__, "megatron.core": megatron.core.__version__, "numpy": numpy.__version__}
+    logger.info(f"slime_tandem trainer: {versions}, opd.signal {config.opd.signal if config.opd.enabled else 'none'}")
+
+
+def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """`--custom-advantage-function-path`: take the channels out of their seat and put the advantages into slime's.
+
+    slime averages `teacher_log_probs` as [R] for its log; it gets the teacher's own back until training starts.
+    """
+    global _parked
+    channels = wire.carried(rollout_data)
+    _parked = _Parked(channels, rollout_data)
+    logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
+    rewards = rollout_data["rewards"]
+    rollout_data["advantages"] = [torch.full_like(c[:, 0], r) for c, r in zip(channels, rewards, strict=True)]
+    rollout_data["returns"] = list(rollout_data["advantages"])
+    rollout_data[wire.CARRIER] = [c[:, wire.TEACHER].contiguous() for c in channels]
+
+
+def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> str:
+    """The check-sum over all ranks, to be compared with the one that the rollout manager logged."""
+    from megatron.core import mpu
+
+    mine = wire.checksum(channels, rollout_data["sample_indices"])
+    group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
+    sums: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(sums, (mine, sum(len(c) for c in channels)), group=group)
+    return f"tokens {sum(n for _, n in sums)} check-sum {sum(s for s, _ in sums) % 2**64:016x}"
+
+
+def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """`--rollout-data-postprocess-path`: scale the weights of each optimizer step by its totals over all ranks."""
+    args.rollout_data_postprocess_called = True
+    if _parked is None or _parked.rollout_data is not rollout_data:
+        return  # a pipeline stage without the loss, or a rollout without our advantages
+    channels = _parked.channels
+    ends = torch.tensor(rollout_data["num_microbatches"]).cumsum(0).tolist()
+    batches, at = rollout_data["micro_batch_indices"], 0
+    for end, rollouts in zip(ends, rollout_data["global_batch_sizes"], strict=True):
+        mine = [i for part in batches[at:end] for i in part]
+        at = end
+        totals = _totals([channels[i] for i in mine], rollouts)
+        for i in mine:
+            channels[i] = wire.normalise(channels[i], totals)
+
+
+def _totals(channels: Sequence[Tensor], rollouts: int) -> wire.StepTotals:
+    from megatron.core import mpu
+
+    group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
+    columns = [c[:, [wire.WEIGHT, wire.OPD_SHARE]].double().sum(0).cpu() for c in channels]
+    sums = torch.stack(columns).sum(0) if columns else torch.zeros(2, dtype=torch.float64)
+    torch.distributed.all_reduce(sums, group=group)
+    return wire.StepTotals(float(sums[0]), float(sums[1]), rollouts)
+
+
+def before_train_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """`--custom-megatron-before-train-step-hook-path`: put the channels back into their seat, for the loss."""
+    if _parked is not None:
+        _parked.rollout_data[wire.CARRIER] = _parked.channels
+
+
+def loss(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """`--custom-loss-function-path`: the loss of the local runtime (objective/loss.py) on one micro-batch.
+
+    `logits` [1, T, V/tp]. The weights are scaled already, so that slime's own sums make means of them; every metric likewise.
+    """
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_responses
+
+    config = settings(args)
+    seats = batch[wire.CARRIER]
+    if seats is None or any(c.dim() != 2 for c in seats):
+        remedy = "add --custom-megatron-before-train-step-hook-path slime_tandem.slime_hooks.hooks.before_train_step"
+        raise DataError(explain(f"batch[{wire.CARRIER!r}]", "no channels", "our channels [R, C]", remedy))
+    channels = torch.cat(seats)
+    where = {
+        "args": args,
+        "unconcat_tokens": batch["unconcat_tokens"],
+        "total_lengths": batch["total_lengths"],
+        "response_lengths": batch["response_lengths"],
+    }
+    _, found = get_log_probs_and_entropy(logits, with_entropy=True, **where)
+    log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
+    reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
+    packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference)
+    candidates = rest = None
+    if packed.candidate_ids is not None:
+        rows = torch.cat([chunk for chunk, _ in get_responses(logits, **where)])  # slime scales them by the temperature
+        candidates, rest = log_probs_of(rows, packed.candidate_ids), log_rest_of(rows, packed.candidate_ids)
+    value, metrics = tandem_loss(
+        log_probs, entropy, packed, Denominators(1.0, 1.0), config.objective, config.opd, candidates, rest
+    )
+    return value, dict(metrics)

@@ -1,0 +1,223 @@
+"""What the rollout manager keeps between hooks: tokenizers, the handoff rule, connections to senior, junior and teachers.
+
+One per event loop, made when the first sample comes. Servers are slime's (`--sglang-config`, found by the name of their model:
+the senior is slime's own, then `junior`, `teacher` or a teacher's name), or any that the settings give a URL of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.distill.scoring import TeacherPanel
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError, explain
+from slime_tandem.local.team import Team
+from slime_tandem.rollout.drive import write_one
+from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks.pool import WorkerPool
+from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
+
+EVALUATION = 2**62
+"""Rollout id in the keys of evaluation samples: slime numbers them from 0, as it does training samples."""
+
+_EXTRA = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "sampling_seed"}
+"""Sampling parameters of slime's that our requests set themselves."""
+
+
+@dataclass(frozen=True)
+class Interruptible:
+    """An engine that answers `abort` as soon as slime aborts a rollout: slime stops its own engines only, not a junior's."""
+
+    engine: Engine
+    aborted: Callable[[], bool]
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """As the engine's."""
+        if self.aborted():
+            return [GenerateResult(r.rid, (), (), "abort", "") for r in requests]
+        return await self.engine.generate(requests)
+
+
+@dataclass(eq=False)
+class Runtime:
+    """Team and connections of a process. `aborted`: whether slime wants the rollout to end now."""
+
+    team: Team
+    engines: Mapping[int, Engine]
+    panel: TeacherPanel | None
+    aborted: Callable[[], bool]
+
+    async def write(
+        self, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool = False
+    ) -> None:
+        """Write the response of a slime sample, or go on with an aborted one, into the sample.
+
+        Raises DataError for a sample that holds a response by somebody else, EngineError where the response cannot be written
+        and `sampling.on_failed_sample` is stop.
+        """
+        sampling = sampling_of(sampling_params, self.team.config)
+        rule = self.team.tandem_rule if tandem else self.team.solo_rule
+        prompt = wire.prompt_of(sample)
+        if self.team.spellers is not None and tandem and not prompt.messages:
+            raise DataError(
+                explain(
+                    f"messages of sample {sample.index}",
+                    None,
+                    "the raw chat, a junior with another tokenizer has a template of its own",
+                    "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
+                )
+            )
+        options = self.team.writer_options(prompt, rule, None)
+        tokens = self.team.student.tokens
+        if sample.response_length:
+            writer = TandemWriter.resume(wire.response_of(sample), rule, sampling, tokens, **options)
+        else:
+            key = SampleKey(self.team.config.seed, EVALUATION if evaluation else 0, sample.index)
+            group = -1 if sample.group_index is None else sample.group_index
+            writer = TandemWriter(
+                key, group, prompt, self.prompt_ids(sample, prompt), rule, sampling, tokens, **options
+            )
+        engines = {author: Interruptible(engine, self.aborted) for author, engine in self.engines.items()}
+        try:
+            response = await write_one(writer, engines, environment=self.team.environments)
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if self.team.config.sampling.on_failed_sample == "stop":
+                raise
+            wire.put_failure(sample, str(error), writer.prompt_ids, self.team.student.end_of_turn)
+            return
+        wire.put_response(sample, response, junior_weight=self.team.config.tandem.junior_token_loss_weight)
+
+    def prompt_ids(self, sample: Any, prompt: Prompt) -> Sequence[int]:
+        """The ids that slime itself would send: those that it has, else of the rendered text, else of the messages."""
+        if sample.tokens:
+            return list(sample.tokens)
+        if isinstance(sample.prompt, str) and sample.prompt:
+            return list(self.team.student.hf.encode(sample.prompt, add_special_tokens=False))
+        return self.team.student.render(prompt.messages)
+
+    async def score(self, sample: Any) -> None:
+        """Ask the teachers about a finished sample, and keep what they say in it."""
+        assert self.panel is not None, "opd.enabled"
+        response = wire.response_of(sample, self.team.config.seed)
+        if not response.prompt.messages:
+            raise DataError(
+                explain(
+                    f"messages of sample {sample.index}",
+                    None,
+                    "the raw chat, a teacher renders it with its own template",
+                    "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
+                )
+            )
+        if response.prompt.metadata.get("tools"):
+            expected = "none with opd.enabled=true, teachers are not told of tools"
+            raise DataError(explain(f"tools of sample {sample.index}", "a list", expected, "remove them"))
+        (scores,) = await self.panel.score([response], self.engines[SENIOR])
+        wire.put_scores(sample, scores)
+
+
+def sampling_of(params: Mapping[str, Any], config: RunConfig) -> SamplingConfig:
+    """Our form of slime's sampling parameters; raises ConfigError for one that our requests cannot carry."""
+    known = {name: params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens") if name in params}
+    stop = params.get("stop")
+    for name in params.keys() - known.keys() - _EXTRA - {"stop"}:
+        if params[name]:
+            expected = "not to be set with slime_tandem's generate"
+            raise ConfigError(explain(f"sampling parameter {name}", params[name], expected, "remove its flag"))
+    stops = () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
+    return config.sampling.model_copy(update={**known, "stop": stops})
+
+
+# ---- one per process and event loop ----
+
+_installed: Runtime | None = None
+_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Runtime]] = weakref.WeakKeyDictionary()
+
+
+def use(runtime: Runtime | None) -> None:
+    """Let the hooks of this process use this one (None: make one when it is needed)."""
+    global _installed
+    _installed = runtime
+
+
+async def current(args: Any) -> Runtime:
+    """The runtime of this event loop; made from slime's arguments when there is none."""
+    if _installed is not None:
+        return _installed
+    loop = asyncio.get_running_loop()
+    if loop not in _running:
+        _running[loop] = loop.create_task(connect(args))
+    return await asyncio.shield(_running[loop])
+
+
+async def connect(args: Any) -> Runtime:
+    """Tokenizers and connections for slime's arguments.
+
+    Raises ConfigError for a role without a server, ModelError and TokenizerMismatchError for models that do not go together,
+    EngineUnavailableError for a server that does not answer.
+    """
+    config = settings(args)
+    routers = {
+        name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
+    }
+    team = Team(config, Path(tempfile.gettempdir()))  # starts nothing, so nothing is logged there
+    stack = contextlib.AsyncExitStack()  # until the process ends
+
+    async def client(role: str) -> WorkerPool | EngineClient:
+        e = config.engine
+
+        def make(url: str) -> EngineClient:
+            return EngineClient(
+                url, role=role, timeout_s=e.request_timeout_s, max_retries=e.max_retries, backoff_s=e.backoff_s,
+                api_key=team.api_key(), max_connections=0,
+            )  # fmt: skip
+
+        name = role.removeprefix("teacher ")
+        given = team.given_urls.get(role)
+        if given is not None:
+            return await stack.enter_async_context(make(given))
+        if name == "senior":
+            router: str | None = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        else:
+            router = routers.get(name)
+        if router is None:
+            raise ConfigError(
+                explain(
+                    f"server of the {role}",
+                    sorted(routers),
+                    f"a model `{name}` in --sglang-config, or a URL in the settings",
+                    f"add the model (update_weights: false), or set engine.{name}_url or the teacher's url",
+                )
+            )
+        return await stack.enter_async_context(WorkerPool(router, make, role=role))
+
+    senior = await client("senior")
+    engines: dict[int, Engine] = {SENIOR: senior}
+    if "junior" in team.roles and not team.fused:  # a fused junior writes within the senior's requests
+        engines[JUNIOR] = await client("junior")
+    panel = None
+    if team.teacher_specs:
+        teachers = []
+        for role in team.teacher_specs:
+            engine = await client(role)
+            teachers.append(team.teacher(role, engine, await engine.model_info()))
+        panel = TeacherPanel(teachers, team.scoring)
+    return Runtime(team, engines, panel, lambda: _aborted(args))
+
+
+def _aborted(args: Any) -> bool:
+    from slime.rollout import sglang_rollout  # looked up when it is asked: slime's tests put another one there
+
+    return bool(sglang_rollout.GenerateState(args).aborted)

@@ -1,0 +1,191 @@
+"""One configuration out of slime's flags and our section, and what of slime's flags does not go with it.
+
+`--custom-config-path FILE` makes slime set every key of the file on its arguments. Our file has one key, `slime_tandem`: the
+tree of `RunConfig`, or the path of a file that holds it. What a flag of slime's says already (models.senior, sampling, clips, group size,
+seed) is taken from the flag; a tree that says otherwise is refused, and so is a setting that slime would ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_tandem.config import RunConfig, read_yaml_mapping
+from slime_tandem.errors import ConfigError, explain
+
+KEY = "slime_tandem"
+"""The key of the file that `--custom-config-path` names."""
+
+_FROM_SLIME: dict[str, str] = {
+    "seed": "rollout_seed",
+    "models.senior": "hf_checkpoint",
+    "sampling.temperature": "rollout_temperature",
+    "sampling.top_p": "rollout_top_p",
+    "sampling.top_k": "rollout_top_k",
+    "sampling.max_new_tokens": "rollout_max_response_len",
+    "sampling.stop": "rollout_stop",
+    "train.samples_per_prompt": "n_samples_per_prompt",
+    "train.prompts_per_step": "rollout_batch_size",
+    "objective.clip_low": "eps_clip",
+    "objective.clip_high": "eps_clip_high",
+    "objective.kl_estimator": "kl_loss_type",
+}
+"""Our setting -> slime's argument that says it."""
+_SLIMES_OWN: dict[str, str] = {
+    "name": "--wandb-group or the folder of --save",
+    "runs_dir": "--save",
+    "optimizer": "--optimizer, --lr and the like",
+    "control": "a second launch without our flags",
+    "eval": "--eval-prompt-data, --eval-interval and --eval-config",
+    "engine.threads": "--sglang-config",
+    "engine.max_batch": "--sglang-max-running-requests",
+    "engine.cache_tokens": "--sglang-max-total-tokens",
+    "train.steps": "--num-rollout",
+    "train.save_every": "--save-interval",
+    "train.updates_per_step": "--global-batch-size",
+    "train.micro_batch_tokens": "--max-tokens-per-gpu",
+    "engine.sessions": "nothing: requests go through a router",
+}
+"""Our settings that have no meaning under slime -> what says it there."""
+
+_held: tuple[Any, RunConfig] | None = None
+
+
+def use(args: Any, config: RunConfig) -> None:
+    """Give `args` this configuration, whatever they hold (a program of one's own around slime, and tests)."""
+    global _held
+    _held = (args, config)
+
+
+def settings(args: Any) -> RunConfig:
+    """The configuration of these arguments; built and checked once per process.
+
+    Raises ConfigError for a missing or broken section, and for flags of slime's that do not go with it.
+    """
+    global _held
+    if _held is None or (_held[0] is not args and _held[0] is not ANY):
+        config = build(args)
+        check_flags(args, config)
+        _held = (args, config)
+    return _held[1]
+
+
+ANY = object()
+"""For `use`: whatever arguments come."""
+
+
+def build(args: Any) -> RunConfig:
+    """Our tree completed from slime's arguments; raises ConfigError where the two contradict each other."""
+    section = getattr(args, KEY, None)
+    if isinstance(section, str):
+        section = read_yaml_mapping(Path(section))
+    if not isinstance(section, Mapping):
+        expected = f"a section `{KEY}` with the settings of slime_tandem"
+        raise ConfigError(explain("--custom-config-path", section, expected, "see docs/slime.md"))
+    tree: dict[str, Any] = _copied(section)
+    for name, instead in _SLIMES_OWN.items():
+        if (value := _look_up(tree, name)) is not None:
+            raise ConfigError(explain(f"{KEY}.{name}", value, f"nothing: slime has {instead}", "remove it"))
+    for name, flag in _FROM_SLIME.items():
+        value = getattr(args, flag, None)
+        if value is None:
+            continue
+        if name == "objective.kl_estimator" and value == "low_var_kl":
+            value = "k3"  # slime's other name for it
+        if name == "sampling.stop":
+            value = [value] if isinstance(value, str) else list(value)
+        given = _look_up(tree, name)
+        if given is not None and given != value:
+            where = f"--{flag.replace('_', '-')}"
+            expected = f"{value!r}, what {where} says"
+            raise ConfigError(explain(f"{KEY}.{name}", given, expected, f"remove it, or change {where}"))
+        _put(tree, name, value)
+    if _look_up(tree, "objective.scale_advantages") is None and getattr(args, "grpo_std_normalization", False):
+        _put(tree, "objective.scale_advantages", "std")
+    return RunConfig.from_mapping(tree)
+
+
+def check_flags(args: Any, config: RunConfig) -> None:
+    """Refuse flags of slime's that our hooks do not honour, or that would apply something twice; raises ConfigError.
+
+    A flag that the arguments do not have is one that is not set.
+    """
+    custom_loss = getattr(args, "loss_type", "policy_loss") == "custom_loss"
+    channels = getattr(args, "custom_advantage_function_path", None) is not None
+    opd = config.opd.enabled
+    on = [name for name in _REFUSED if getattr(args, name, None)]
+    for name in on:
+        why, remedy = _REFUSED[name]
+        raise ConfigError(explain(_flag(name), getattr(args, name), f"not to be set with slime_tandem: {why}", remedy))
+    if getattr(args, "use_opd", False):
+        expected = "not to be set: the signal would be applied twice"
+        raise ConfigError(explain("--use-opd", True, expected, "remove it; slime_tandem.opd does it"))
+    if opd and not custom_loss:
+        raise ConfigError(
+            explain(
+                "--loss-type",
+                getattr(args, "loss_type", None),
+                "custom_loss with slime_tandem.opd.enabled=true, slime's own losses do not know our weights",
+                "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
+            )
+        )
+    if custom_loss and not channels:
+        remedy = "name all hooks of docs/slime.md"
+        raise ConfigError(explain("--custom-advantage-function-path", None, "our hook, with our loss", remedy))
+    if channels and getattr(args, "normalize_advantages", False):
+        expected = "not to be set: whitening behind the advantages would undo groups and weights"
+        raise ConfigError(explain("--normalize-advantages", True, expected, "remove it"))
+    if channels and not getattr(args, "use_rollout_logprobs", True):
+        expected = "set: the old policy of our ratio is the one that sampled"
+        raise ConfigError(explain("--use-rollout-logprobs", False, expected, "add it; it saves a forward pass, too"))
+    if channels and getattr(args, "calculate_per_token_loss", False):
+        expected = "not to be set: our terms are means over weights already"
+        raise ConfigError(explain("--calculate-per-token-loss", True, expected, "remove it"))
+    if channels and config.objective.kl_coef > 0 and not getattr(args, "use_kl_loss", True):
+        expected = "set with slime_tandem.objective.kl_coef above 0, it makes slime compute the reference's log-probs"
+        raise ConfigError(explain("--use-kl-loss", False, expected, "add it, and --ref-load"))
+    if channels and opd and config.opd.signal != "sampled" and getattr(args, "tensor_model_parallel_size", 1) > 1:
+        size = args.tensor_model_parallel_size
+        expected = "1 with a signal that compares distributions, our divergence reads whole rows of logits"
+        raise ConfigError(explain("--tensor-model-parallel-size", size, expected, "set opd.signal=sampled, or TP 1"))
+
+
+_REFUSED: dict[str, tuple[str, str]] = {
+    "use_rollout_routing_replay": ("a junior's tokens have no routes to replay", "remove it"),
+    "mask_offpolicy_in_partial_rollout": (
+        "resumed tokens keep their log-probs and weights, the clip handles them",
+        "remove it",
+    ),
+    "multimodal_keys": ("teachers and juniors are given text alone", "remove it"),
+    "custom_convert_samples_to_train_data_path": ("our channels travel in slime's own conversion", "remove it"),
+    "rollout_stop_token_ids": ("a turn ends at the ids of the model folder", "put them into generation_config.json"),
+    "use_critic": ("advantages are relative to the group", "remove it"),
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _look_up(tree: Mapping[str, Any], name: str) -> Any:
+    node: Any = tree
+    for part in name.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return None
+        node = node[part]
+    return node
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *parents, leaf = name.split(".")
+    node = tree
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(explain(f"{KEY}.{part}", node, "a section", "give its settings"))
+    node[leaf] = value

@@ -1,0 +1,324 @@
+"""The one place that knows slime's seats: which field of a sample, and which key of a batch, carries what of ours.
+
+slime ships a fixed list of keys from its rollout manager to its trainers and casts loss masks to int on the way. Our
+per-token numbers therefore travel as one float tensor [R, C] in `sample.teacher_log_probs`, the one seat that is cast to
+float32, partitioned over data-parallel ranks and sliced for context parallelism along its first axis. What a response
+is beside its tokens (authors, runs, teacher scores) stays in `sample.metadata`, for dumps and for resumed samples.
+
+Checked against THUDM/slime 624b824a (ray/rollout.py, backends/megatron_utils/{actor,data,cp_utils}.py). Samples are slime's
+own objects, taken as they come: nothing here imports slime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_tandem.errors import DataError, TeacherScoreError, explain
+from slime_tandem.local.batches import TrainRow
+from slime_tandem.local.tasks import parse_messages
+from slime_tandem.objective.loss import PackedTokens
+from slime_tandem.types import (
+    SENIOR,
+    AlignedScores,
+    AuthorRun,
+    Candidates,
+    Message,
+    Prompt,
+    SampleKey,
+    TandemSample,
+    TopLists,
+)
+
+CARRIER = "teacher_log_probs"
+"""The seat of the channels, in a sample and in a batch."""
+RECORD = "slime_tandem"
+"""The key of `sample.metadata` under which a response's record stands."""
+SCORES = "slime_tandem_scores"
+"""The same for what the teachers said of it."""
+MESSAGES = "messages"
+"""The key of `sample.metadata` with the raw chat messages of the prompt."""
+
+OLD, WEIGHT, OPD_WEIGHT, OPD_SHARE, TEACHER = range(5)
+FIXED = 5
+"""Columns before the candidates: ids [K], then the teacher's log-probs of them [K]."""
+_LARGEST_ID = 2**24
+"""float32 holds every whole number up to here."""
+
+
+def pack(row: TrainRow, width: int = 0) -> Tensor:
+    """The channels [R, 5 + 2 width] of a row, float32: old log-probs, policy-gradient weights, OPD weights, the row's part of
+    the OPD denominator (spread over its tokens), teacher log-probs; then `width` candidate ids (-1: none) and their log-probs.
+
+    Raises DataError for a number that float32 or slime's casts would change: not finite, or an id of 2^24 and more.
+    """
+    R = row.response_length
+    channels = np.zeros((R, FIXED + 2 * width), dtype=np.float64)
+    columns = (row.old_log_probs, row.weights, row.opd_weights, np.full(R, row.opd_share / max(R, 1)))
+    for column, values in enumerate((*columns, row.teacher_log_probs)):
+        channels[:, column] = values
+    if width:
+        channels[:, FIXED : FIXED + width] = -1
+    if row.candidates is not None:
+        k = row.candidates.ids.shape[1]
+        assert k <= width, "the width is that of the widest row"
+        if row.candidates.ids.size and int(row.candidates.ids.max()) >= _LARGEST_ID:
+            worst = int(row.candidates.ids.max())
+            raise DataError(explain("candidate id", worst, f"ids below {_LARGEST_ID}", "set opd.signal=sampled"))
+        channels[:, FIXED : FIXED + k] = row.candidates.ids
+        channels[:, FIXED + width : FIXED + width + k] = row.candidates.teacher_log_probs
+    if not np.isfinite(channels).all():
+        r, c = np.argwhere(~np.isfinite(channels))[0]
+        where = f"channel {c} of response token {r}, group {row.group_id}"
+        raise DataError(explain(where, channels[r, c], "a finite number", "see the engine that gave it"))
+    return torch.from_numpy(channels).float()
+
+
+def width_of(rows: Sequence[TrainRow]) -> int:
+    """Candidates per position that a rollout's rows need."""
+    return max((row.candidates.ids.shape[1] for row in rows if row.candidates is not None), default=0)
+
+
+def packed_tokens(channels: Tensor, advantages: Tensor, ref_log_probs: Tensor | None) -> PackedTokens:
+    """What the loss takes, from channels [T, C] and the sample advantages [T]."""
+    width = (channels.shape[1] - FIXED) // 2
+    return PackedTokens(
+        old_log_probs=channels[:, OLD],
+        advantages=advantages,
+        weights=channels[:, WEIGHT],
+        opd_weights=channels[:, OPD_WEIGHT],
+        teacher_log_probs=channels[:, TEACHER],
+        ref_log_probs=ref_log_probs,
+        candidate_ids=channels[:, FIXED : FIXED + width].long() if width else None,
+        candidate_teacher=channels[:, FIXED + width :] if width else None,
+    )
+
+
+def carried(batch: Mapping[str, Any]) -> list[Tensor]:
+    """The channels of a batch, one [r, C] per sample (r: the tokens of this context-parallel rank).
+
+    Raises DataError where the seat is empty, holds something else, or does not lie token for token on `rollout_log_probs`,
+    which slime slices on its own.
+    """
+    remedy = (
+        "name reward_post_process, advantages, data_post_process and before_train_step in slime's flags (docs/slime.md)"
+    )
+    found = batch.get(CARRIER)
+    if found is None:
+        raise DataError(explain(f"batch[{CARRIER!r}]", None, "our channels [R, C]", remedy))
+    for i, (channels, log_probs) in enumerate(zip(found, batch["rollout_log_probs"], strict=True)):
+        if channels.dim() != 2 or channels.shape[1] < FIXED:
+            raise DataError(explain(f"batch[{CARRIER!r}][{i}]", tuple(channels.shape), "our channels [R, C]", remedy))
+        if not torch.equal(channels[:, OLD], log_probs):
+            where = f"old log-probs of sample {i} in batch[{CARRIER!r}]"
+            expected = "those of rollout_log_probs, token for token"
+            raise DataError(explain(where, channels[:, OLD].tolist()[:8], expected, "report this with slime's version"))
+    return list(found)
+
+
+def checksum(channels: Sequence[Tensor], sample_indices: Sequence[int]) -> int:
+    """A 64-bit sum over all tokens of a hash of (sample index, the float32 bits of the token's channels).
+
+    It does not depend on the order of samples, nor on how tokens are spread over ranks: the sum of the ranks' check-sums,
+    modulo 2^64, is that of the whole rollout.
+
+    >>> a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0]])
+    >>> whole = checksum([a, b], [0, 1])
+    >>> whole == (checksum([b, a[:1]], [1, 0]) + checksum([a[1:]], [0])) % 2**64, whole == checksum([a, b], [1, 0])
+    (True, False)
+    """
+    total = 0
+    for tensor, index in zip(channels, sample_indices, strict=True):
+        bits = tensor.detach().float().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
+        word = np.full(len(bits), (index * 0x9E3779B97F4A7C15 + 1) % 2**64, dtype=np.uint64)
+        for column in bits.T:
+            word = (word ^ column) * np.uint64(0xBF58476D1CE4E5B9)
+            word ^= word >> np.uint64(29)
+        total += int(word.sum(dtype=np.uint64))
+    return total % 2**64
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums of the weights of one optimizer step over all ranks, and the rollouts that slime divides its loss by."""
+
+    pg: float
+    opd: float
+    rollouts: int
+
+
+def normalise(channels: Tensor, totals: StepTotals) -> Tensor:
+    """Channels with weights that make slime's sum over micro-batches, divided by its rollouts, our weighted means.
+
+    Our terms are means over sums of weights, slime's loss is a sum over samples divided by the number of rollouts of the step.
+    """
+    out = channels.clone()
+    out[:, WEIGHT] *= totals.rollouts / max(totals.pg, 1e-8)
+    out[:, OPD_WEIGHT] *= totals.rollouts / max(totals.opd, 1e-8)
+    return out
+
+
+# ---- a response in a sample ----
+
+
+def prompt_of(sample: Any) -> Prompt:
+    """Our view of a slime sample's prompt; no messages where only rendered text is known.
+
+    Raises DataError for messages that are none.
+    """
+    metadata = sample.metadata or {}
+    raw = metadata.get(MESSAGES, sample.prompt if isinstance(sample.prompt, list) else None)
+    messages: tuple[Message, ...] = ()
+    if raw is not None:
+        messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
+    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES)}
+    label = None if sample.label is None else str(sample.label)
+    return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
+
+
+def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -> None:
+    """Fill a slime sample with a response: its own fields, and the record. An aborted one can be resumed from it.
+
+    slime's loss mask is 1 where a token carries policy gradient, so that slime's own losses and means do what they say.
+    """
+    status = type(sample).Status
+    R = len(response.response_ids)
+    sample.tokens = [*response.prompt_ids, *response.response_ids]
+    sample.response, sample.response_length = response.text, R
+    counts = [a == SENIOR or junior_weight > 0 for a in response.authorship_mask]
+    sample.loss_mask = [int(c and m) for c, m in zip(counts, response.loss_mask, strict=True)]
+    sample.rollout_log_probs = list(response.log_probs)
+    sample.status = {"stop": status.COMPLETED, "length": status.TRUNCATED, "abort": status.ABORTED}[
+        response.finish_reason
+    ]
+    versions = [run.weight_version for run in response.runs if run.author == SENIOR]
+    sample.weight_versions = list(dict.fromkeys(versions))
+    key = response.key
+    sample.metadata[RECORD] = {
+        "key": [key.seed, key.rollout_id, key.sample_index],
+        "finish_reason": response.finish_reason,
+        "authorship_mask": list(response.authorship_mask),
+        "log_probs": list(response.log_probs),
+        "senior_log_probs": list(response.senior_log_probs),
+        "runs": [[run.author, run.start, run.stop, run.weight_version] for run in response.runs],
+        "discarded_tokens": response.discarded_tokens,
+        "requests": response.requests,
+        "inserted": [list(span) for span in response.inserted],
+        "inserted_messages": [[m.as_dict() for m in turn] for turn in response.inserted_messages],
+        "fallback_runs": list(response.fallback_runs),
+    }
+
+
+def put_failure(sample: Any, reason: str, prompt_ids: Sequence[int], filler: int) -> None:
+    """Mark a sample whose response could not be written: one token without weight (slime needs one), removed, not rewarded."""
+    sample.tokens, sample.response, sample.response_length = [*prompt_ids, filler], "", 1
+    sample.loss_mask, sample.rollout_log_probs, sample.remove_sample = [0], [0.0], True
+    sample.reward, sample.status = 0.0, type(sample).Status.FAILED
+    sample.metadata[RECORD] = {"failed": reason}
+
+
+def failure_of(sample: Any) -> str | None:
+    """Why a sample's response could not be written; None for one that was."""
+    reason = (sample.metadata or {}).get(RECORD, {}).get("failed")
+    return None if reason is None else str(reason)
+
+
+def response_of(sample: Any, seed: int = 0) -> TandemSample:
+    """The response in a slime sample. One without our record (slime's own generate wrote it) is the senior's alone.
+
+    Raises DataError for a sample without log-probs, or whose tokens are not those of the record.
+    """
+    R = sample.response_length
+    n = len(sample.tokens) - R
+    prompt_ids, response_ids = tuple(sample.tokens[:n]), tuple(sample.tokens[n:])
+    group = -1 if sample.group_index is None else sample.group_index
+    record = (sample.metadata or {}).get(RECORD)
+    status = type(sample).Status
+    if record is None:
+        log_probs = sample.rollout_log_probs
+        if log_probs is None or len(log_probs) != R:
+            got = None if log_probs is None else f"{len(log_probs)} values"
+            expected = f"one log-prob for each of {R} tokens"
+            raise DataError(
+                explain(f"rollout_log_probs of sample {sample.index}", got, expected, "let generate ask for them")
+            )
+        sampled = [1] * R if sample.loss_mask is None else list(sample.loss_mask)
+        finish = {status.TRUNCATED: "length", status.ABORTED: "abort"}.get(sample.status, "stop")
+        return TandemSample(
+            SampleKey(seed, 0, sample.index), group, prompt_of(sample), prompt_ids, response_ids, tuple(sampled),
+            tuple(log_probs), finish, sample.response, (), requests=1, inserted=_zeros(sampled),
+        )  # fmt: skip
+    if len(record["authorship_mask"]) != R:
+        raise DataError(
+            explain(
+                f"tokens of sample {sample.index}",
+                R,
+                f"the {len(record['authorship_mask'])} that generate wrote",
+                "leave a sample's tokens as they are, or remove its record from metadata",
+            )
+        )
+    return TandemSample(
+        key=SampleKey(*record["key"]),
+        group_id=group,
+        prompt=prompt_of(sample),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        authorship_mask=tuple(record["authorship_mask"]),
+        log_probs=tuple(record["log_probs"]),
+        finish_reason=record["finish_reason"],
+        text=sample.response,
+        runs=tuple(AuthorRun(*run) for run in record["runs"]),
+        discarded_tokens=record["discarded_tokens"],
+        requests=record["requests"],
+        inserted=tuple((a, b) for a, b in record["inserted"]),
+        senior_log_probs=tuple(record["senior_log_probs"]),
+        fallback_runs=tuple(record["fallback_runs"]),
+        inserted_messages=tuple(tuple(Message(**m) for m in turn) for turn in record["inserted_messages"]),
+    )
+
+
+def _zeros(mask: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Spans of zeros in a mask."""
+    edges = np.flatnonzero(np.diff([1, *mask, 1]))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
+    """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
+    record = sample.metadata.setdefault(SCORES, {})
+    if isinstance(scores, TeacherScoreError):
+        record.update(scores=None, teacher_error=str(scores))
+        return
+    c, lists = scores.candidates, scores.lists
+    record.update(
+        scores={
+            "log_probs": scores.log_probs,
+            "mask": scores.mask,
+            "unaligned": dict(scores.unaligned),
+            "candidates": None if c is None else [c.ids, c.teacher_log_probs, c.student_log_probs],
+            "lists": None if lists is None else lists.columns,
+        },
+        teacher_error=None,
+    )
+
+
+def scores_of(sample: Any) -> tuple[AlignedScores | None, str | None]:
+    """(scores, why there are none) of a sample; (None, None) where no teacher was asked."""
+    record = (sample.metadata or {}).get(SCORES)
+    if record is None:
+        return None, None
+    kept = record["scores"]
+    if kept is None:
+        return None, record["teacher_error"]
+    return AlignedScores(
+        log_probs=kept["log_probs"],
+        mask=kept["mask"],
+        unaligned=kept["unaligned"],
+        candidates=None if kept["candidates"] is None else Candidates(*kept["candidates"]),
+        lists=None if kept["lists"] is None else TopLists(*kept["lists"]),
+    ), None
