@@ -173,6 +173,8 @@ async def connect(args: Any) -> Runtime:
         name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
     }
     team = Team(config, Path(tempfile.gettempdir()))  # starts nothing, so nothing is logged there
+    asked = team.scoring
+    exact = bool(team.teacher_specs) and (asked.support != "teacher" or bool(asked.lists and asked.cross))
     stack = contextlib.AsyncExitStack()  # until the process ends
 
     async def client(role: str) -> WorkerPool | EngineClient:
@@ -181,7 +183,7 @@ async def connect(args: Any) -> Runtime:
         def make(url: str) -> EngineClient:
             return EngineClient(
                 url, role=role, timeout_s=e.request_timeout_s, max_retries=e.max_retries, backoff_s=e.backoff_s,
-                api_key=team.api_key(), max_connections=0,
+                api_key=team.api_key(), max_connections=0, list_ids_always=exact,
             )  # fmt: skip
 
         name = role.removeprefix("teacher ")

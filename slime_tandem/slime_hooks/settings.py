@@ -1,8 +1,8 @@
 """One configuration out of slime's flags and our section, and what of slime's flags does not go with it.
 
 `--custom-config-path FILE` makes slime set every key of the file on its arguments. Our file has one key, `slime_tandem`: the
-tree of `RunConfig`, or the path of a file that holds it. What a flag of slime's says already (models.senior, sampling, clips, group size,
-seed) is taken from the flag; a tree that says otherwise is refused, and so is a setting that slime would ignore.
+tree of `RunConfig`, or the path of a file that holds it. What a flag of slime's says already (models.senior, sampling, clips,
+group size, seed) is taken from the flag; a tree that says otherwise is refused, and so is a setting that slime would ignore.
 """
 
 from __future__ import annotations

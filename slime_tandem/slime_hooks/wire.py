@@ -28,6 +28,7 @@ from slime_tandem.types import (
     AlignedScores,
     AuthorRun,
     Candidates,
+    FinishReason,
     Message,
     Prompt,
     SampleKey,
@@ -248,7 +249,8 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
                 explain(f"rollout_log_probs of sample {sample.index}", got, expected, "let generate ask for them")
             )
         sampled = [1] * R if sample.loss_mask is None else list(sample.loss_mask)
-        finish = {status.TRUNCATED: "length", status.ABORTED: "abort"}.get(sample.status, "stop")
+        ends: dict[Any, FinishReason] = {status.TRUNCATED: "length", status.ABORTED: "abort"}
+        finish = ends.get(sample.status, "stop")
         return TandemSample(
             SampleKey(seed, 0, sample.index), group, prompt_of(sample), prompt_ids, response_ids, tuple(sampled),
             tuple(log_probs), finish, sample.response, (), requests=1, inserted=_zeros(sampled),

@@ -140,6 +140,8 @@ def patch_torch():
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.current_device, cuda.device_count, cuda.is_available = lambda: _CPU, lambda: 1, lambda: False
     cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()

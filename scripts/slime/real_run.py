@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+"""slime's own train.py, unmodified, with Tandem RL, distillation from another vocabulary and a token mask; on one GPU or a CPU.
+
+    python scripts/slime/real_run.py --slime SLIME --megatron MEGATRON --models TRIO --prompts FILE --work DIR [--cpu] [--fused]
+
+`TRIO` holds the folders junior, senior and teacher (`python -m slime_tandem.local.pretrain` makes one). Junior and teacher get
+servers of their own beside slime's senior; with --fused the junior is inside the senior's. The run stops nothing that it did not
+start. docs/slime.md explains the flags; docs/results/slime-*.md are runs of this script.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+REPO = Path(__file__).resolve().parents[2]
+HOOKS = "slime_tandem.slime_hooks.hooks"
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("--slime", "--megatron", "--models", "--prompts", "--work"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--python", default=sys.executable, help="has slime's, SGLang's and this project's packages")
+    parser.add_argument("--cpu", action="store_true", help="fake the device layer (scripts/slime/shim)")
+    parser.add_argument("--fused", action="store_true", help="senior and junior in one engine")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="rollouts until the end of the run, resumed ones included"
+    )
+    parser.add_argument("--prompts-per-step", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--updates", type=int, default=1, help="optimizer steps per rollout")
+    parser.add_argument("--max-tokens", type=int, default=48, help="response cap")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--save-interval", type=int, default=10)
+    parser.add_argument("--eval-prompts", type=Path, help="evaluate solo and with the junior on this file")
+    parser.add_argument("--eval-interval", type=int, default=10)
+    parser.add_argument(
+        "--embedded", action="store_true", help="the embedded server for junior and teacher, not SGLang"
+    )
+    parser.add_argument("--set", nargs="*", default=[], help="settings of slime_tandem, key=value")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of trainer and senior")
+    parser.add_argument("--side-gpu", help="CUDA_VISIBLE_DEVICES of junior and teacher; default: the first GPU")
+    parser.add_argument("--standard-spec", action="store_true", help="Megatron's layer with Transformer Engine")
+    parser.add_argument("--fraction", type=float, default=0.3, help="memory of the GPU for the senior's server")
+    parser.add_argument("--side-fraction", type=float, default=0.15, help="the same, junior's and teacher's each")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds until train.py is ended")
+    parser.add_argument("--entry", default="train.py", help="train_async.py with slime's fully_async rollout")
+    parser.add_argument("extra", nargs="*", help="more flags for slime, after --")
+    return parser.parse_args()
+
+
+def model_flags(folder):
+    """slime's model arguments from a Hugging Face config."""
+    c = json.loads((folder / "config.json").read_text())
+    rope = c.get("rope_parameters") or {"rope_theta": c.get("rope_theta", 10000.0)}
+    flags = [
+        "--swiglu", "--num-layers", c["num_hidden_layers"], "--hidden-size", c["hidden_size"],
+        "--ffn-hidden-size", c["intermediate_size"], "--num-attention-heads", c["num_attention_heads"],
+        "--group-query-attention", "--num-query-groups", c["num_key_value_heads"], "--kv-channels", c["head_dim"],
+        "--use-rotary-position-embeddings", "--rotary-base", int(rope["rope_theta"]), "--disable-bias-linear",
+        "--normalization", "RMSNorm", "--norm-epsilon", c["rms_norm_eps"], "--vocab-size", c["vocab_size"],
+        "--make-vocab-size-divisible-by", 1, "--model-name", c["model_type"],
+    ]  # fmt: skip
+    if c["model_type"] == "qwen3":
+        flags.append("--qk-layernorm")
+    if not c.get("tie_word_embeddings"):
+        flags.append("--untie-embeddings-and-output-weights")
+    return flags
+
+
+def settings(a, urls):
+    """Our section for --custom-config-path."""
+    tree = {
+        "models": {role: str(a.models / role) for role in ("junior", "teacher")},
+        "tandem": {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5},
+        "opd": {
+            "enabled": True,
+            "coef": 0.2,
+            "selection": {"selector": "teachability_entropy", "ratio": 0.5, "top_k": 8},
+        },
+        "objective": {"scale_advantages": "none"},
+        "engine": {"mode": "fused" if a.fused else "two_servers", "request_timeout_s": 300.0, **urls},
+    }
+    for item in a.set:
+        name, _, value = item.partition("=")
+        *parents, leaf = name.split(".")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[leaf] = yaml.safe_load(value)
+    return {"slime_tandem": tree}
+
+
+def server_flags(a):
+    """Flags of SGLang that hold for every server of the run."""
+    if a.cpu:
+        flags = {
+            "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch", "dtype": "float32",
+            "max-total-tokens": 8192, "grammar-backend": "none",
+        }  # fmt: skip
+        return flags, ["disable-cuda-graph", "sleep-on-idle"]
+    flags = {
+        "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
+        "cuda-graph-max-bs": 64, "max-total-tokens": 131072, "max-running-requests": 128,
+    }  # fmt: skip
+    return flags, ["disable-piecewise-cuda-graph"]
+
+
+def slime_flags(a, config):
+    """Everything that train.py is told."""
+    senior = a.models / "senior"
+    flags, switches = server_flags(a)
+    sglang = [x for name, value in flags.items() for x in (f"--sglang-{name}", value)]
+    sglang += [f"--sglang-{name}" for name in switches]
+    out = [
+        "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
+        "--rollout-num-gpus", a.gpus, "--rollout-num-gpus-per-engine", 1,
+        "--colocate", "--no-offload-train", "--no-offload-rollout",
+        "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
+        "--save-interval", a.save_interval, *model_flags(senior),
+        "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
+        "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
+        "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", 1,
+        "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
+        "--prompt-data", a.prompts, "--input-key", "prompt", "--label-key", "label", "--apply-chat-template",
+        "--rollout-shuffle", "--num-rollout", a.steps, "--rollout-batch-size", a.prompts_per_step,
+        "--n-samples-per-prompt", a.group, "--global-batch-size", a.prompts_per_step * a.group // a.updates,
+        "--rollout-max-response-len", a.max_tokens, "--rollout-temperature", 1.0,
+        "--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28, "--entropy-coef", 0.0,
+        "--disable-grpo-std-normalization", "--use-rollout-logprobs",
+        "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--weight-decay", 0.0,
+        "--adam-beta1", 0.9, "--adam-beta2", 0.95,
+        "--custom-config-path", config,
+        "--data-source-path", "slime_tandem.slime_hooks.data_source.MessagesDataSource",
+        "--custom-generate-function-path", f"{HOOKS}.generate",
+        "--rollout-sample-hook-path", f"{HOOKS}.score_sample",
+        "--custom-rm-path", f"{HOOKS}.reward",
+        "--custom-reward-post-process-path", f"{HOOKS}.reward_post_process",
+        "--custom-rollout-log-function-path", f"{HOOKS}.log_rollout",
+        "--custom-eval-rollout-log-function-path", f"{HOOKS}.log_eval",
+        "--custom-megatron-init-path", f"{HOOKS}.megatron_init",
+        "--custom-advantage-function-path", f"{HOOKS}.advantages",
+        "--rollout-data-postprocess-path", f"{HOOKS}.data_post_process",
+        "--custom-megatron-before-train-step-hook-path", f"{HOOKS}.before_train_step",
+        "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HOOKS}.loss",
+        "--dump-details", a.work / "dump",
+        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", 512, "--sglang-server-concurrency", 128,
+        "--sglang-log-level", "warning", *sglang,
+    ]  # fmt: skip
+    if not a.standard_spec:
+        out += [
+            "--spec", "slime_tandem.slime_hooks.spec", "layer_spec", "--transformer-impl", "local",
+            "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
+            "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
+        ]  # fmt: skip
+    if a.cpu:
+        out += ["--update-weight-transport", "disk", "--update-weight-disk-dir", a.work / "weights"]
+    if a.eval_prompts is not None:
+        evaluation = a.work / "eval.yaml"
+        both = {
+            "path": str(a.eval_prompts),
+            "input_key": "prompt",
+            "label_key": "label",
+            "n_samples_per_eval_prompt": 1,
+        }
+        junior = {"custom_generate_function_path": f"{HOOKS}.generate_with_junior"}
+        sets = [{"name": "solo", **both}, {"name": "with_junior", **both, **junior}]
+        evaluation.write_text(yaml.safe_dump({"eval": {"datasets": sets}}))
+        out += ["--eval-config", evaluation, "--eval-interval", a.eval_interval]
+    return [str(x) for x in (*out, *a.extra)]
+
+
+def environment(a):
+    """Variables of every process of the run."""
+    paths = [REPO / "scripts" / "slime" / "shim", REPO, a.slime, a.megatron, os.environ.get("PYTHONPATH")]
+    out = {
+        **os.environ,
+        "PYTHONPATH": ":".join(str(p) for p in paths if p),
+        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "SLIME_HOST_IP": "127.0.0.1",
+        "no_proxy": "127.0.0.1,localhost", "NO_PROXY": "127.0.0.1,localhost",
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0",
+        "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        out.setdefault(name, "lo")
+    if a.cpu:
+        out |= {
+            "SLIME_TANDEM_CPU": "1", "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1",
+            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        }  # fmt: skip
+    return out
+
+
+def side_servers(a, env):
+    """Servers of junior and teacher, not yet started, by setting."""
+    from slime_tandem.engines.launch import ServerProcess
+    from slime_tandem.engines.sglang import SglangProcess
+
+    flags, switches = server_flags(a)
+    extra = [x for name, value in flags.items() if name != "device" for x in (f"--{name}", str(value))]
+    extra += [f"--{name}" for name in switches] + [
+        "--mem-fraction-static",
+        str(a.side_fraction),
+        "--log-level",
+        "warning",
+    ]
+    out = {}
+    for role in ("teacher",) if a.fused else ("junior", "teacher"):
+        log = a.work / f"{role}.log"
+        if a.embedded:
+            out[f"{role}_url"] = ServerProcess(str(a.models / role), log_file=log)
+        else:
+            device = "cpu" if a.cpu else "cuda"
+            out[f"{role}_url"] = SglangProcess(
+                a.models / role, python=a.python, log_file=log, device=device, extra_args=extra, start_timeout_s=400
+            )
+    os.environ.update(
+        {k: v for k, v in env.items() if k.startswith(("PYTHON", "SGLANG", "HF_", "OMP_", "no_p", "NO_P"))}
+    )
+    if a.side_gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = a.side_gpu
+    return out
+
+
+_START = """
+import runpy, sys, ray
+gpus, cpus, temp, entry = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+ray.init(num_gpus=gpus, num_cpus=cpus, include_dashboard=False, _temp_dir=temp, _node_ip_address="127.0.0.1",
+         object_store_memory=10**9)
+sys.argv = [entry, *sys.argv[5:]]
+runpy.run_path(entry, run_name="__main__")
+"""
+"""Ray with resources of our choice, then slime's program as it is; Ray's processes end with this one."""
+
+
+def fused_environment(a, env):
+    """What the fused engine's flags and variables add; as `slime-tandem config --check` prints them."""
+    from slime_tandem.config import RunConfig
+    from slime_tandem.engines.fused.launch import slime_flags as fused_flags
+
+    raise NotImplementedError((RunConfig, fused_flags, a, env))
+
+
+def main():
+    a = arguments()
+    a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
+    a.work.mkdir(parents=True, exist_ok=True)
+    env = environment(a)
+    servers = side_servers(a, env)
+    t0 = time.monotonic()
+    try:
+        for server in servers.values():
+            server.launch()
+        for server in servers.values():
+            server.wait_ready()
+        config = a.work / "tandem.yaml"
+        config.write_text(yaml.safe_dump(settings(a, {name: s.url for name, s in servers.items()}), sort_keys=False))
+        flags = slime_flags(a, config)
+        extra = fused_environment(a, env) if a.fused else []
+        (a.work / "command.txt").write_text(f"{a.entry} {shlex.join([*flags, *extra])}\n")
+        print(f"servers of junior and teacher up after {time.monotonic() - t0:.0f} s", flush=True)
+        start = [
+            a.python,
+            "-W",
+            "ignore",
+            "-c",
+            _START,
+            str(a.gpus),
+            "16",
+            f"/tmp/r{os.getpid()}",
+            str(a.slime / a.entry),
+        ]
+        log = a.work / "train.log"
+        with log.open("ab") as out:
+            train = subprocess.Popen([*start, *flags, *extra], cwd=a.slime, env=env, stdout=out, stderr=out)
+            try:
+                code = train.wait(timeout=a.limit)
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                train.terminate()
+                try:
+                    train.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    train.kill()
+        print(f"{a.entry} ended with {code} after {time.monotonic() - t0:.0f} s; log: {log}", flush=True)
+        return code
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
