@@ -5,7 +5,7 @@
 
 `TRIO` holds the folders junior, senior and teacher (`python -m slime_tandem.local.pretrain` makes one). Junior and teacher get
 servers of their own beside slime's senior; with --fused the junior is inside the senior's. The run stops nothing that it did not
-start. docs/slime.md explains the flags; docs/results/slime-*.md are runs of this script.
+start. docs/slime.md explains the flags; docs/results/slime-cpu.md is a run of this script.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def server_flags(a):
         return flags, ["disable-cuda-graph", "sleep-on-idle"]
     flags = {
         "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-        "cuda-graph-max-bs": 64, "max-total-tokens": 131072, "max-running-requests": 128,
+        "dtype": "bfloat16", "cuda-graph-max-bs": 64, "max-total-tokens": 131072, "max-running-requests": 128,
     }  # fmt: skip
     return flags, ["disable-piecewise-cuda-graph"]
 
@@ -245,12 +245,20 @@ runpy.run_path(entry, run_name="__main__")
 """Ray with resources of our choice, then slime's program as it is; Ray's processes end with this one."""
 
 
-def fused_environment(a, env):
-    """What the fused engine's flags and variables add; as `slime-tandem config --check` prints them."""
+def fused_flags(a, env, section):
+    """What the fused engine adds to slime's flags; its variables are put into `env`. As `slime-tandem config --check` prints them."""
     from slime_tandem.config import RunConfig
-    from slime_tandem.engines.fused.launch import slime_flags as fused_flags
+    from slime_tandem.engines.fused.launch import slime_settings
+    from slime_tandem.local.team import Team
 
-    raise NotImplementedError((RunConfig, fused_flags, a, env))
+    tree = section["slime_tandem"]
+    config = RunConfig.from_mapping({**tree, "models": {**tree["models"], "senior": str(a.models / "senior")}})
+    team = Team(config, a.work)
+    variables, flags = slime_settings(
+        team.folders["senior"], team.folders["junior"], team.fused_tables(), a.work / "fused"
+    )
+    env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = variables["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+    return flags
 
 
 def main():
@@ -266,10 +274,11 @@ def main():
         for server in servers.values():
             server.wait_ready()
         config = a.work / "tandem.yaml"
-        config.write_text(yaml.safe_dump(settings(a, {name: s.url for name, s in servers.items()}), sort_keys=False))
-        flags = slime_flags(a, config)
-        extra = fused_environment(a, env) if a.fused else []
-        (a.work / "command.txt").write_text(f"{a.entry} {shlex.join([*flags, *extra])}\n")
+        section = settings(a, {name: s.url for name, s in servers.items()})
+        config.write_text(yaml.safe_dump(section, sort_keys=False))
+        # The last of a repeated flag counts: what the machine needs stands behind what the fused engine is told.
+        flags = (fused_flags(a, env, section) if a.fused else []) + slime_flags(a, config)
+        (a.work / "command.txt").write_text(f"{a.entry} {shlex.join(flags)}\n")
         print(f"servers of junior and teacher up after {time.monotonic() - t0:.0f} s", flush=True)
         start = [
             a.python,
@@ -284,7 +293,7 @@ def main():
         ]
         log = a.work / "train.log"
         with log.open("ab") as out:
-            train = subprocess.Popen([*start, *flags, *extra], cwd=a.slime, env=env, stdout=out, stderr=out)
+            train = subprocess.Popen([*start, *flags], cwd=a.slime, env=env, stdout=out, stderr=out)
             try:
                 code = train.wait(timeout=a.limit)
             except subprocess.TimeoutExpired:
@@ -303,4 +312,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(REPO))
+    from slime_tandem.signals import terminate_as_interrupt
+
+    with terminate_as_interrupt():
+        sys.exit(main())

@@ -58,6 +58,12 @@ def use(args: Any, config: RunConfig) -> None:
     _held = (args, config)
 
 
+def forget() -> None:
+    """Build the configuration anew when it is asked for next."""
+    global _held
+    _held = None
+
+
 def settings(args: Any) -> RunConfig:
     """The configuration of these arguments; built and checked once per process.
 

@@ -1,0 +1,121 @@
+"""Flags and our section become one configuration; what contradicts, or does not go together, is told by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime_tandem.errors import ConfigError
+from slime_tandem.slime_hooks import settings as module
+from slime_tandem.slime_hooks.settings import build, check_flags, settings
+
+FLAGS = {
+    "hf_checkpoint": "/models/senior",
+    "rollout_seed": 42,
+    "rollout_temperature": 1.0,
+    "rollout_top_p": 1.0,
+    "rollout_top_k": -1,
+    "rollout_max_response_len": 128,
+    "rollout_stop": None,
+    "n_samples_per_prompt": 8,
+    "rollout_batch_size": 16,
+    "eps_clip": 0.1,
+    "eps_clip_high": 0.3,
+    "kl_loss_type": "low_var_kl",
+    "grpo_std_normalization": True,
+    "loss_type": "custom_loss",
+    "custom_advantage_function_path": "slime_tandem.slime_hooks.hooks.advantages",
+    "use_rollout_logprobs": True,
+}
+
+
+def arguments(section: Any = None, **flags: Any) -> Namespace:
+    return Namespace(**{**FLAGS, **flags, "slime_tandem": {} if section is None else section})
+
+
+def test_what_flags_say_is_in_the_configuration() -> None:
+    c = settings(arguments({"tandem": {"prob_senior": 0.25}}))
+    assert (c.models.senior, c.seed, c.tandem.prob_senior) == ("/models/senior", 42, 0.25)
+    assert (c.sampling.max_new_tokens, c.train.samples_per_prompt, c.train.prompts_per_step) == (128, 8, 16)
+    assert (c.objective.clip_low, c.objective.clip_high, c.objective.kl_estimator) == (0.1, 0.3, "k3")
+    assert c.objective.scale_advantages == "std"
+    assert settings(arguments(grpo_std_normalization=False)).objective.scale_advantages == "none"
+    assert settings(arguments(rollout_stop="\n\n")).sampling.stop == ("\n\n",)
+
+
+def test_it_is_built_once_per_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, other = arguments(), arguments(rollout_seed=1)
+    first = settings(args)
+    assert settings(args) is first
+    assert settings(other).seed == 1
+    module.use(module.ANY, first)
+    assert settings(object()) is first
+
+
+def test_the_section_may_be_a_file_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"opd": {"coef": 0.5}}))
+    assert settings(arguments(str(file))).opd.coef == 0.5
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"tandm": {}}, "did you mean `tandem`"),
+        ({"tandem": {"prob_senior": 1.5}}, r"tandem\.prob_senior=1\.5"),
+        ({"seed": 7}, r"slime_tandem\.seed=7: expected 42, what --rollout-seed says"),
+        ({"models": {"senior": "/other"}}, "--hf-checkpoint"),
+        ({"optimizer": {"lr": 0.1}}, r"slime_tandem\.optimizer=.*--lr"),
+        ({"train": {"steps": 3}}, "--num-rollout"),
+        ({"models": "x"}, r"slime_tandem\.models='x': expected a section"),
+        (7, "--custom-config-path=7"),
+    ],
+)
+def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(arguments(section))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rollout_temperature": 0.7}, "temperature 1"),
+        ({"rollout_top_p": 0.9}, "top_p=1"),
+        ({"use_opd": True}, "--use-opd=True.*twice"),
+        ({"loss_type": "policy_loss"}, "--loss-type='policy_loss': expected custom_loss"),
+        ({"custom_advantage_function_path": None}, "--custom-advantage-function-path=None"),
+        ({"normalize_advantages": True}, "--normalize-advantages"),
+        ({"use_rollout_logprobs": False}, "--use-rollout-logprobs"),
+        ({"calculate_per_token_loss": True}, "--calculate-per-token-loss"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay.*routes"),
+        ({"mask_offpolicy_in_partial_rollout": True}, "--mask-offpolicy-in-partial-rollout"),
+        ({"multimodal_keys": {"image": "i"}}, "--multimodal-keys"),
+        ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
+        ({"rollout_stop_token_ids": [7]}, "--rollout-stop-token-ids"),
+        ({"use_critic": True}, "--use-critic"),
+    ],
+)
+def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(arguments(**flags))
+
+
+def test_what_some_settings_need_of_the_flags() -> None:
+    kl = {"objective": {"kl_coef": 0.1}}
+    with pytest.raises(ConfigError, match="--use-kl-loss"):
+        settings(arguments(kl, use_kl_loss=False))
+    assert settings(arguments(kl, use_kl_loss=True)).objective.kl_coef == 0.1
+    divergence = {"opd": {"signal": "reverse_kl"}}
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size=2"):
+        settings(arguments(divergence, tensor_model_parallel_size=2))
+    settings(arguments(divergence, tensor_model_parallel_size=1))
+
+
+def test_the_hooks_of_rollouts_go_alone_with_slimes_own_loss() -> None:
+    """The least change: generate alone, junior tokens masked, slime's own GRPO."""
+    args = arguments({"opd": {"enabled": False}}, loss_type="policy_loss", custom_advantage_function_path=None)
+    check_flags(args, build(args))
