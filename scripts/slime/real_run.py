@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """slime's own train.py, unmodified, with Tandem RL, distillation from another vocabulary and a token mask; on one GPU or a CPU.
 
-    python scripts/slime/real_run.py --slime SLIME --megatron MEGATRON --models TRIO --prompts FILE --work DIR [--cpu] [--fused]
+    scripts/slime/real_run.py --slime SLIME --megatron MEGATRON --models TRIO --prompts FILE --work DIR [--cpu] [--fused]
 
 `TRIO` holds the folders junior, senior and teacher (`python -m slime_tandem.local.pretrain` makes one). Junior and teacher get
-servers of their own beside slime's senior; with --fused the junior is inside the senior's. The run stops nothing that it did not
-start. docs/slime.md explains the flags; docs/results/slime-cpu.md is a run of this script.
+servers of their own beside slime's senior; with --fused the junior is inside the senior's. The run stops nothing that it did
+not start. docs/slime.md explains the flags; docs/results/slime-cpu.md is a run of this script.
 """
 
 import argparse
@@ -246,7 +246,7 @@ runpy.run_path(entry, run_name="__main__")
 
 
 def fused_flags(a, env, section):
-    """What the fused engine adds to slime's flags; its variables are put into `env`. As `slime-tandem config --check` prints them."""
+    """What the fused engine adds to slime's flags, as `slime-tandem config --check` prints it; variables go into `env`."""
     from slime_tandem.config import RunConfig
     from slime_tandem.engines.fused.launch import slime_settings
     from slime_tandem.local.team import Team

@@ -46,9 +46,7 @@ class EngineClient:
     """One server, one connection pool. Use as an async context manager.
 
     `role` names the server in errors (senior, junior, teacher). `timeout_s` bounds one try; `max_retries` further tries follow,
-    `backoff_s` before the first, doubling, at most 5 s. `list_ids_always`: name an (empty) list of ids to score with every
-    request, for servers that may prefill it together with one that names ids: SGLang 0.5.15 ends itself over a batch in which
-    some do and some do not (layers/utils/logprob.py:117). `retries` counts the repeats that happened, `requests_sent` and
+    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened, `requests_sent` and
     `bytes_sent` the HTTP requests and the bytes of their bodies.
 
     >>> EngineClient("http://127.0.0.1:30000/", role="junior").base_url
@@ -65,7 +63,6 @@ class EngineClient:
         max_retries: int = 5,
         backoff_s: float = 0.2,
         max_connections: int = 256,
-        list_ids_always: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.role = role
@@ -79,7 +76,6 @@ class EngineClient:
         self._max_retries = max_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
-        self._list_ids_always = list_ids_always
         self._session: aiohttp.ClientSession | None = None
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
@@ -133,7 +129,7 @@ class EngineClient:
             nonlocal attempts
             attempts = attempt
             self._under_way.update({r.rid: rid for r, rid in zip(part, rids(attempt), strict=True)})
-            return _generate_body(part, rids(attempt), self._list_ids_always)
+            return _generate_body(part, rids(attempt))
 
         async def give_up(attempt: int) -> None:
             await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
@@ -356,7 +352,8 @@ class EngineClient:
         elif request.handoff is not None:
             authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
         elif request.return_logprob:
-            entries = meta.get("output_token_logprobs") or []
+            # Of a request that only scores, SGLang 0.5.15 under load tells a log-prob of the token that it did not write.
+            entries = (meta.get("output_token_logprobs") or []) if request.max_new_tokens else []
             if len(entries) != len(output_ids):
                 raise self._bad(
                     f"{where} output_token_logprobs",
@@ -465,7 +462,7 @@ class EngineClient:
         """The four candidate lists, as many entries as there are positions; those not asked for are left out."""
         asked = {
             "top_logprobs": request.top_logprobs_num > 0,
-            "token_ids_logprobs": request.token_ids_logprob is not None,
+            "token_ids_logprobs": bool(request.token_ids_logprob),
         }
         found: dict[str, tuple[Any, ...]] = {}
         if not request.return_logprob:
@@ -504,7 +501,7 @@ def _rule_of(request: GenerateRequest) -> str:
     return wire.suffix(request.handoff, len(request.input_ids))
 
 
-def _generate_body(requests: Sequence[GenerateRequest], rids: list[str], list_ids: bool) -> dict[str, Any]:
+def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:
     body: dict[str, Any] = {
         "rid": rids,
         "input_ids": [r.input_ids for r in requests],
@@ -513,7 +510,7 @@ def _generate_body(requests: Sequence[GenerateRequest], rids: list[str], list_id
         "logprob_start_len": [r.logprob_start_len for r in requests],
         "top_logprobs_num": [r.top_logprobs_num for r in requests],
     }
-    if list_ids or any(r.token_ids_logprob is not None for r in requests):
+    if any(r.token_ids_logprob is not None for r in requests):
         # SGLang refuses a null within the list, and takes an empty list for none.
         body["token_ids_logprob"] = [r.token_ids_logprob or () for r in requests]
     if requests[0].session_params is not None:

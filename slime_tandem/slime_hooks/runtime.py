@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.slime_hooks import wire
 from slime_tandem.slime_hooks.pool import WorkerPool
-from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.slime_hooks.settings import scores_by_id, settings
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
 
 EVALUATION = 2**62
@@ -47,6 +47,21 @@ class Interruptible:
         if self.aborted():
             return [GenerateResult(r.rid, (), (), "abort", "") for r in requests]
         return await self.engine.generate(requests)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """An engine whose every request names a list of ids to score, if only an empty one.
+
+    SGLang 0.5.15 ends itself over a prefill batch in which some requests name such a list and others do not
+    (layers/utils/logprob.py:117). Samples are written and scored side by side here, so all name one.
+    """
+
+    engine: Engine
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """As the engine's."""
+        return await self.engine.generate([replace(r, token_ids_logprob=r.token_ids_logprob or ()) for r in requests])
 
 
 @dataclass(eq=False)
@@ -88,7 +103,10 @@ class Runtime:
             writer = TandemWriter(
                 key, group, prompt, self.prompt_ids(sample, prompt), rule, sampling, tokens, **options
             )
-        engines = {author: Interruptible(engine, self.aborted) for author, engine in self.engines.items()}
+        engines = {
+            author: Interruptible(engine if evaluation else self._shared(engine), self.aborted)
+            for author, engine in self.engines.items()
+        }
         try:
             response = await write_one(writer, engines, environment=self.team.environments)
         except EngineUnavailableError:
@@ -99,6 +117,10 @@ class Runtime:
             wire.put_failure(sample, str(error), writer.prompt_ids, self.team.student.end_of_turn)
             return
         wire.put_response(sample, response, junior_weight=self.team.config.tandem.junior_token_loss_weight)
+
+    def _shared(self, engine: Engine) -> Engine:
+        # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.
+        return Sharing(engine) if scores_by_id(self.team.config) else engine
 
     def prompt_ids(self, sample: Any, prompt: Prompt) -> Sequence[int]:
         """The ids that slime itself would send: those that it has, else of the rendered text, else of the messages."""
@@ -124,7 +146,7 @@ class Runtime:
         if response.prompt.metadata.get("tools"):
             expected = "none with opd.enabled=true, teachers are not told of tools"
             raise DataError(explain(f"tools of sample {sample.index}", "a list", expected, "remove them"))
-        (scores,) = await self.panel.score([response], self.engines[SENIOR])
+        (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
 
 
@@ -173,8 +195,6 @@ async def connect(args: Any) -> Runtime:
         name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
     }
     team = Team(config, Path(tempfile.gettempdir()))  # starts nothing, so nothing is logged there
-    asked = team.scoring
-    exact = bool(team.teacher_specs) and (asked.support != "teacher" or bool(asked.lists and asked.cross))
     stack = contextlib.AsyncExitStack()  # until the process ends
 
     async def client(role: str) -> WorkerPool | EngineClient:
@@ -183,7 +203,7 @@ async def connect(args: Any) -> Runtime:
         def make(url: str) -> EngineClient:
             return EngineClient(
                 url, role=role, timeout_s=e.request_timeout_s, max_retries=e.max_retries, backoff_s=e.backoff_s,
-                api_key=team.api_key(), max_connections=0, list_ids_always=exact,
+                api_key=team.api_key(), max_connections=0,
             )  # fmt: skip
 
         name = role.removeprefix("teacher ")
@@ -214,7 +234,8 @@ async def connect(args: Any) -> Runtime:
         teachers = []
         for role in team.teacher_specs:
             engine = await client(role)
-            teachers.append(team.teacher(role, engine, await engine.model_info()))
+            asked = Sharing(engine) if scores_by_id(config) else engine
+            teachers.append(team.teacher(role, asked, await engine.model_info()))
         panel = TeacherPanel(teachers, team.scoring)
     return Runtime(team, engines, panel, lambda: _aborted(args))
 

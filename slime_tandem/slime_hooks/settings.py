@@ -136,6 +136,15 @@ def check_flags(args: Any, config: RunConfig) -> None:
                 "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
             )
         )
+    if scores_by_id(config) and not getattr(args, "custom_generate_function_path", None):
+        raise ConfigError(
+            explain(
+                "--custom-generate-function-path",
+                None,
+                "our generate where servers score given ids: SGLang ends itself when slime's own requests meet these",
+                "name it (tandem.enabled=false for the senior alone), or set opd.selection.missing_mass=rest",
+            )
+        )
     if custom_loss and not channels:
         remedy = "name all hooks of docs/slime.md"
         raise ConfigError(explain("--custom-advantage-function-path", None, "our hook, with our loss", remedy))
@@ -155,6 +164,13 @@ def check_flags(args: Any, config: RunConfig) -> None:
         size = args.tensor_model_parallel_size
         expected = "1 with a signal that compares distributions, our divergence reads whole rows of logits"
         raise ConfigError(explain("--tensor-model-parallel-size", size, expected, "set opd.signal=sampled, or TP 1"))
+
+
+def scores_by_id(config: RunConfig) -> bool:
+    """Whether servers are asked for the log-probs of given ids: lists of candidates that one side lacks."""
+    opd = config.opd
+    by_lists = opd.selection.mask != "full" and opd.selection.missing_mass == "exact"
+    return opd.enabled and (by_lists or (opd.signal != "sampled" and opd.support != "teacher"))
 
 
 _REFUSED: dict[str, tuple[str, str]] = {

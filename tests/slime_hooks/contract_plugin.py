@@ -1,0 +1,39 @@
+"""A pytest plugin (`-p contract_plugin`) that gives our hooks what slime's contract tests have not: settings, and an engine.
+
+slime's tests call hooks with bare arguments. The paths under test are the real ones; only the engine answers from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from slime_tandem.config import RunConfig
+from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.tandem import WriterOptions
+from slime_tandem.slime_hooks import runtime, settings
+from slime_tandem.types import JUNIOR, SENIOR
+
+
+class FromMemory:
+    """Writes one token and the end of the turn."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return [
+            GenerateResult(r.rid, (1, 0)[: r.max_new_tokens], (-0.5, -0.1)[: r.max_new_tokens], "stop", "1")
+            for r in requests
+        ]
+
+
+config = RunConfig.load(overrides=["opd.enabled=false"])
+tokens = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}))
+rule = HandoffRule.from_config(config.tandem, frozenset())
+student = SimpleNamespace(tokens=tokens, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1]), end_of_turn=0)
+team = SimpleNamespace(
+    config=config, tandem_rule=rule, solo_rule=rule, spellers=None, student=student, environments=None,
+    writer_options=lambda prompt, rule, tokens: WriterOptions(),
+)  # fmt: skip
+settings.use(settings.ANY, config)
+runtime.use(runtime.Runtime(team, {SENIOR: FromMemory(), JUNIOR: FromMemory()}, None, lambda: False))  # type: ignore[arg-type]

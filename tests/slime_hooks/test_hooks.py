@@ -1,0 +1,223 @@
+"""Hooks by import string, as slime loads them, where slime is absent: signatures, and what each does to a sample or a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.errors import ConfigError, DataError, EngineRejectedError, TeacherScoreError
+from slime_tandem.local.batches import build_rows
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.tandem import WriterOptions
+from slime_tandem.slime_hooks import hooks, runtime, settings, wire
+from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, Prompt
+
+SIGNATURES = {  # docs/slime.md, checked against slime's call sites
+    "generate": ("args", "sample", "sampling_params", "evaluation"),
+    "generate_with_junior": ("args", "sample", "sampling_params", "evaluation"),
+    "reward": ("args", "sample", "_"),
+    "score_sample": ("args", "sample", "rollout_id", "evaluation"),
+    "log_rollout": ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+    "log_eval": ("rollout_id", "args", "data", "extra_metrics"),
+    "reward_post_process": ("args", "samples"),
+    "megatron_init": ("args",),
+    "advantages": ("args", "rollout_data"),
+    "data_post_process": ("args", "rollout_id", "rollout_data"),
+    "before_train_step": ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
+    "loss": ("args", "batch", "logits", "sum_of_sample_mean"),
+}
+TOKENS = TokenBytes((None, b"a", b" b", b" <answer>2</answer>"), frozenset({0}), frozenset({0}))
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 12, "stop": None, "no_stop_trim": True}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_hook_loads_by_its_import_string_with_slimes_signature(name: str) -> None:
+    module, _, function = f"slime_tandem.slime_hooks.hooks.{name}".rpartition(".")
+    found = getattr(importlib.import_module(module), function)
+    assert tuple(inspect.signature(found).parameters) == SIGNATURES[name]
+    assert inspect.iscoroutinefunction(found) == (
+        name in ("generate", "generate_with_junior", "reward", "score_sample")
+    )
+
+
+def test_the_data_source_loads_by_its_import_string_without_slime() -> None:
+    source = importlib.import_module("slime_tandem.slime_hooks.data_source").MessagesDataSource
+    assert tuple(inspect.signature(source.__init__).parameters)[:2] == ("self", "args")
+    assert {"get_samples", "add_samples", "save", "load", "__len__"} <= set(vars(source))
+
+
+def team(*overrides: str) -> Any:
+    config = RunConfig.load(overrides=["opd.enabled=false", "tandem.selection_strategy=alternating", *overrides])
+    rule = HandoffRule.from_config(config.tandem, frozenset())
+    solo = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), frozenset())
+    student = SimpleNamespace(
+        tokens=TOKENS, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)), end_of_turn=0
+    )
+    return SimpleNamespace(
+        config=config, tandem_rule=rule, solo_rule=solo, spellers=None, student=student, environments=None,
+        writer_options=lambda prompt, rule, tokens: WriterOptions(),
+    )  # fmt: skip
+
+
+def install(engines: dict[int, Any], *overrides: str, aborted: Any = lambda: False) -> Namespace:
+    made = team(*overrides)
+    runtime.use(runtime.Runtime(made, engines, None, aborted))
+    settings.use(settings.ANY, made.config)
+    return Namespace()
+
+
+def generate(args: Namespace, sample: Any, **changes: Any) -> Any:
+    return asyncio.run(hooks.generate(args, sample, {**PARAMS, **changes}))
+
+
+def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, scripted: Any) -> None:
+    senior, junior = scripted(1, 0, -0.5), scripted(3, 0, -0.25, stop_after=9)
+    args = install({SENIOR: senior, JUNIOR: junior})
+    sample = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4)
+    assert sample.tokens == [1, 1, 1, 3, 1, 3], "alternating, one token each"
+    assert sample.loss_mask == [1, 0, 1, 0]
+    assert sample.rollout_log_probs == [-0.5, -0.25, -0.5, -0.25]
+    assert sample.status == sample_class.Status.TRUNCATED
+    assert sample.weight_versions == ["7"]
+    assert sample.reward == 1.0, "no reward is named: the answer is compared with the label"
+    named = Namespace(custom_rm_path="somebodys.reward")
+    assert generate(named, sample_class(prompt="xy", label="2"), max_new_tokens=4).reward is None
+    assert asyncio.run(hooks.reward(args, sample_class(response="none", label="2"))) == 0.0
+
+
+def test_slimes_parameters_are_ours_or_refused() -> None:
+    config = RunConfig()
+    assert runtime.sampling_of({**PARAMS, "stop": "end"}, config) == SamplingConfig(max_new_tokens=12, stop=("end",))
+    with pytest.raises(ConfigError, match="sampling parameter repetition_penalty=1.1"):
+        runtime.sampling_of({**PARAMS, "repetition_penalty": 1.1}, config)
+
+
+def test_an_aborted_sample_is_gone_on_with_where_it_stopped(sample_class: Any, scripted: Any) -> None:
+    """slime aborts while the junior writes: its next request is never sent, the sample resumes with the same authors."""
+    calls = iter([False, False, True])
+    engines = {SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)}
+    args = install(engines, aborted=lambda: next(calls))
+    sample = generate(args, sample_class(prompt="xy"), max_new_tokens=4)
+    assert sample.status == sample_class.Status.ABORTED
+    assert (sample.tokens, sample.reward) == ([1, 1, 1, 3], None)
+    asyncio.run(hooks.score_sample(args, sample))
+    assert wire.SCORES not in sample.metadata, "no teacher is asked about a part"
+    install(engines)
+    generate(args, sample, max_new_tokens=4)
+    assert sample.tokens == [1, 1, 1, 3, 1, 3], "the cap counts what was there"
+    assert sample.status == sample_class.Status.TRUNCATED
+
+
+class Refusing:
+    async def generate(self, requests: Any) -> Any:
+        raise EngineRejectedError("no")
+
+
+def test_a_sample_that_cannot_be_written_stops_the_rollout_or_is_left_out(sample_class: Any) -> None:
+    args = install({SENIOR: Refusing(), JUNIOR: Refusing()})
+    with pytest.raises(EngineRejectedError):
+        generate(args, sample_class(prompt="xy"))
+    args = install({SENIOR: Refusing(), JUNIOR: Refusing()}, "sampling.on_failed_sample=drop_sample")
+    failed = generate(args, sample_class(prompt="xy", index=1))
+    good = sample_class(index=2, tokens=[1, 2], response_length=1, reward=1.0, rollout_log_probs=[-1.0])
+    bad = sample_class(index=3, tokens=[1, 2], response_length=1, reward=0.0, rollout_log_probs=[-1.0])
+    raw, rewards = hooks.reward_post_process(args, [failed, good, bad])
+    assert raw == [0.0, 1.0, 0.0]
+    assert rewards == [0.0, 0.5, -0.5], "what failed is not in its group's mean"
+    assert [s.remove_sample for s in (failed, good, bad)] == [True, False, False]
+    assert not failed.teacher_log_probs.any()
+
+
+def test_a_prompt_without_messages_is_told_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
+    args = install({SENIOR: scripted(1, 0)})
+    runtime._installed.team.spellers = (None, None)  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="messages of sample 0=None.*MessagesDataSource"):
+        generate(args, sample_class(prompt="xy"))
+
+
+def scored_sample(sample_class: Any, index: int, group: int, reward: float, *, failed: bool = False) -> Any:
+    R = 3
+    sample = sample_class(
+        index=index, group_index=group, tokens=[9, 9, *range(R)], response_length=R, reward=reward,
+        rollout_log_probs=[-0.1 * (i + 1) - index for i in range(R)], loss_mask=[1, 0, 1],
+    )  # fmt: skip
+    if failed:
+        wire.put_scores(sample, TeacherScoreError("no answer"))
+    else:
+        mask = np.array([True, True, False])
+        wire.put_scores(sample, AlignedScores(np.where(mask, -0.2 * index, 0.0), mask, {"boundary": 1}))
+    return sample
+
+
+def test_rewards_become_advantages_within_groups_and_channels_in_every_sample(sample_class: Any) -> None:
+    config = RunConfig.load(overrides=["opd.on_failed_sample=drop_sample"])
+    settings.use(settings.ANY, config)
+    samples = [scored_sample(sample_class, i, i // 2, float(i), failed=i == 3) for i in range(4)]
+    expected, _ = build_rows([hooks._scored(s, None, config) for s in samples], config)
+    raw, rewards = hooks.reward_post_process(Namespace(), samples)
+    assert raw == [0.0, 1.0, 2.0, 3.0]
+    assert rewards == [-0.5, 0.5, -0.5, 0.0], "the dropped one counts in its group's mean, and is not trained"
+    assert [s.remove_sample for s in samples] == [False, False, False, True]
+    for sample, row in zip(samples, expected, strict=False):
+        assert torch.equal(sample.teacher_log_probs, wire.pack(row))
+        assert sample.loss_mask == [1, 0, 1]
+        batch = {
+            wire.CARRIER: [sample.teacher_log_probs],
+            "rollout_log_probs": [torch.tensor(sample.rollout_log_probs)],
+        }
+        wire.carried(batch)
+
+
+def test_samples_without_log_probs_get_advantages_alone(sample_class: Any) -> None:
+    settings.use(settings.ANY, RunConfig.load(overrides=["opd.enabled=false"]))
+    samples = [sample_class(index=i, reward=float(i), tokens=[1, 2], response_length=1) for i in range(2)]
+    assert hooks.reward_post_process(Namespace(), samples) == ([0.0, 1.0], [-0.5, 0.5])
+    assert samples[0].teacher_log_probs is None
+
+
+def test_logs_hold_who_wrote_what_and_let_slime_log_its_own(
+    sample_class: Any, scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)})
+    sample = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4)
+    with caplog.at_level("INFO"):
+        assert hooks.log_rollout(3, args, [sample, sample_class()], {}, 0.1) is False
+        assert hooks.log_eval(4, args, {"held": {"samples": [sample]}}, {}) is False
+    assert (args.logged_rollout_id, args.logged_eval_rollout_id) == (3, 4)
+    assert "'tandem/senior_token_fraction': 0.5" in caplog.text
+    assert "eval/held/tandem/junior_token_fraction" in caplog.text
+
+
+def test_the_trainer_refuses_a_batch_without_channels() -> None:
+    with pytest.raises(DataError, match="reward_post_process"):
+        hooks.advantages(Namespace(), {"rollout_log_probs": [torch.zeros(2)], "rewards": [1.0]})
+
+
+def test_every_request_names_ids_where_servers_score_some(scripted: Any) -> None:
+    """SGLang ends itself over a batch in which some requests do and some do not."""
+    engine = scripted(1, 0)
+    from slime_tandem.engines.protocol import GenerateRequest
+
+    requests = [GenerateRequest("a", (1,), 2), GenerateRequest("b", (1,), 2, token_ids_logprob=(5,))]
+    asyncio.run(runtime.Sharing(engine).generate(requests))
+    assert [r.token_ids_logprob for r in engine.requests] == [(), (5,)]
+
+
+def test_a_prompt_is_a_str_a_chat_or_what_the_data_source_kept(sample_class: Any) -> None:
+    chat = [{"role": "user", "content": "1+1="}]
+    kept = wire.prompt_of(sample_class(group_index=4, prompt="rendered", metadata={"messages": chat, "task": "sums"}))
+    assert kept == Prompt("slime/4", kept.messages, None, "sums", {"task": "sums"})
+    assert kept.messages == wire.prompt_of(sample_class(prompt=chat)).messages
+    assert wire.prompt_of(sample_class(prompt="rendered")).messages == ()
+    with pytest.raises(DataError, match=r"messages of sample 0\.0\.role='robot'"):
+        wire.prompt_of(sample_class(metadata={"messages": [{"role": "robot", "content": ""}]}))
