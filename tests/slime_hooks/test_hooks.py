@@ -98,7 +98,7 @@ def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, 
 def test_slimes_parameters_are_ours_or_refused() -> None:
     config = RunConfig()
     assert runtime.sampling_of({**PARAMS, "stop": "end"}, config) == SamplingConfig(max_new_tokens=12, stop=("end",))
-    with pytest.raises(ConfigError, match="sampling parameter repetition_penalty=1.1"):
+    with pytest.raises(ConfigError, match=r"sampling parameter repetition_penalty=1\.1"):
         runtime.sampling_of({**PARAMS, "repetition_penalty": 1.1}, config)
 
 
@@ -141,7 +141,7 @@ def test_a_sample_that_cannot_be_written_stops_the_rollout_or_is_left_out(sample
 def test_a_prompt_without_messages_is_told_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
     args = install({SENIOR: scripted(1, 0)})
     runtime._installed.team.spellers = (None, None)  # type: ignore[union-attr]
-    with pytest.raises(DataError, match="messages of sample 0=None.*MessagesDataSource"):
+    with pytest.raises(DataError, match=r"messages of sample 0=None.*MessagesDataSource"):
         generate(args, sample_class(prompt="xy"))
 
 

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Packs what scripts/slime/real_run.py needs on a bare GPU machine without a network (Python 3.12, torch with CUDA, triton, the usual
+# scientific packages; SGLang comes in an archive of its own) into OUTDIR/ray.txz and OUTDIR/source.txz.
+#
+#   scripts/slime/make_gpu_kit.sh SLIME MEGATRON MODELS PROMPTS OUTDIR
+#
+# SLIME, MEGATRON: checked-out sources, Megatron with slime's docker/patch/latest/megatron.patch applied. MODELS: folders senior,
+# junior, teacher. PROMPTS: a file of scripts/slime/prompts.py. There: scripts/slime/on_gpu.sh.
+set -euo pipefail
+[[ $# == 5 ]] || { sed -n '2,9p' "$0" >&2; exit 2; }
+slime=$(realpath "$1") megatron=$(realpath "$2") models=$(realpath "$3") prompts=$(realpath "$4")
+mkdir -p "$5"
+out=$(realpath "$5")
+repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+platforms=()
+for n in 39 38 37 36 35 34 33 32 31 30 29 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
+platforms+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
+get() { # FOLDER PACKAGE...
+  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+    --python-version 3.12 --implementation cp "${platforms[@]}" -d "$work/$1" "${@:2}"
+}
+get first ray==2.55.1 sglang-router==0.3.2
+# Last on the path: the machine's own come first where it has them.
+get last math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
+  aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
+  markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
+mkdir "$work/ray" "$work/source"
+for kind in first last; do
+  mkdir -p "$work/ray/$kind"
+  for wheel in "$work/$kind"/*.whl; do unzip -q -o "$wheel" -d "$work/ray/$kind"; done
+done
+# Ray's core alone: no dashboard page, no libraries on top of it.
+ray=$work/ray/first/ray
+rm -rf "$ray"/{rllib,tune,train,serve,data,jars,cpp,tests,air,workflow,llm,scalable_ray} "$ray/dashboard/client" \
+  "$ray/core/src/ray/thirdparty"
+cat > "$work/ray/last/wandb.py" <<'PY'
+"""Stands in for wandb, which slime imports and this run does not use."""
+__version__ = "0"
+run = None
+PY
+mkdir -p "$work/source/Megatron-LM"
+cp -r "$megatron/megatron" "$work/source/Megatron-LM/"
+mkdir -p "$work/source/slime"
+cp -r "$slime"/{slime,slime_plugins,train.py,train_async.py} "$work/source/slime/"
+mkdir -p "$work/source/repo/scripts"
+cp -r "$repo/slime_tandem" "$work/source/repo/"
+cp -r "$repo/scripts/slime" "$work/source/repo/scripts/"
+cp -r "$models" "$work/source/models"
+cp "$prompts" "$work/source/prompts.jsonl"
+find "$work" -name __pycache__ -type d -prune -exec rm -rf {} +
+tar -C "$work/ray" -cf - . | xz -T0 -6 > "$out/ray.txz"
+tar -C "$work/source" -cf - . | xz -T0 -6 > "$out/source.txz"
+ls -l "$out"/*.txz

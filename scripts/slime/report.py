@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""What a run of real_run.py says in slime's own log, as Markdown: `scripts/slime/report.py WORK [--json FILE]`.
+
+Per step: reward, senior's share, the teacher's divergence, loss, train/rollout log-prob difference, seconds by phase, and whether
+the check-sum of the channels is the same on both sides.
+"""
+
+import argparse
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+_LINE = re.compile(r"(?:- |\] )(slime_tandem|rollout|step|perf|eval) (\d+): (\{.*\})")
+_SENT = re.compile(r"slime_tandem channels sent (\d+): samples (\d+) check-sum (\w+)")
+_RECEIVED = re.compile(r"slime_tandem channels received: tokens (\d+) check-sum (\w+)")
+_COLUMNS = {
+    "reward": "rollout/reward_mean", "senior": "tandem/senior_token_fraction", "teacher KL": "opd/teacher_kl",
+    "coverage": "opd/coverage", "kept": "selection/keep_ratio", "loss": "train/loss", "pg": "train/pg_loss",
+    "opd": "train/opd_loss", "|dlogp|": "train/logprob_diff", "grad": "train/grad_norm", "rollout s": "perf/rollout_time",
+    "train s": "perf/actor_train_time", "weights s": "perf/update_weights_time", "step s": "perf/step_time",
+}  # fmt: skip
+
+
+def read(log):
+    """({rollout: {metric: value}}, [(rollout, sent, received)]) of a log; a resumed run's lines come later and count."""
+    steps, sums, sent = {}, [], None
+    for line in log.read_text(errors="replace").splitlines():
+        line = re.sub(r"\x1b\[[0-9;]*m", "", line)
+        if found := _SENT.search(line):
+            sent = found
+        elif (found := _RECEIVED.search(line)) and sent is not None:
+            sums.append((int(sent[1]), sent[3], found[2], int(found[1])))
+        elif found := _LINE.search(line):
+            try:
+                values = ast.literal_eval(found[3].replace("nan", "None"))
+            except (ValueError, SyntaxError):
+                continue
+            kind, number = found[1], int(found[2])
+            if kind == "step":  # optimizer steps of one rollout share its row: the last one counts
+                number = max((r for r, *_ in sums), default=number)
+            steps.setdefault(number, {}).update(values)
+    return steps, sums
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--json", type=Path)
+    a = parser.parse_args()
+    steps, sums = read(a.work / "train.log")
+    print("| step | " + " | ".join(_COLUMNS) + " |\n|" + "---|" * (len(_COLUMNS) + 1))
+    for number in sorted(steps):
+        cells = [steps[number].get(name) for name in _COLUMNS.values()]
+        print(f"| {number} | " + " | ".join("" if v is None else f"{v:.4g}" for v in cells) + " |")
+    same = sum(s == r for _, s, r, _ in sums)
+    print(
+        f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {sums[-1][1:3] if sums else None}"
+    )
+    for number in sorted(steps):
+        eval_ = {k: v for k, v in steps[number].items() if k.startswith("eval/") and k.count("/") == 1}
+        if eval_:
+            print(f"evaluation before rollout {number}: {eval_}")
+    if a.json is not None:
+        a.json.write_text(json.dumps({"steps": steps, "check_sums": sums}, indent=1))
+    return 0 if sums and same == len(sums) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
