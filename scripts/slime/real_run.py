@@ -189,7 +189,8 @@ def environment(a):
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "SLIME_HOST_IP": "127.0.0.1",
         "no_proxy": "127.0.0.1,localhost", "NO_PROXY": "127.0.0.1,localhost",
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0",
-        "RAY_raylet_start_wait_time_s": "180", "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_raylet_start_wait_time_s": "180",
+        "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0", "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a run of real_run.py says in slime's own log, as Markdown: `scripts/slime/report.py WORK [--json FILE]`.
 
-Per step: reward, senior's share, the teacher's divergence, loss, train/rollout log-prob difference, seconds by phase, and whether
-the check-sum of the channels is the same on both sides.
+Per step: reward, senior's share, the teacher's divergence, loss, train/rollout log-prob difference, seconds by phase, and
+whether the check-sum of the channels is the same on both sides.
 """
 
 import argparse
@@ -55,9 +55,8 @@ def main():
         cells = [steps[number].get(name) for name in _COLUMNS.values()]
         print(f"| {number} | " + " | ".join("" if v is None else f"{v:.4g}" for v in cells) + " |")
     same = sum(s == r for _, s, r, _ in sums)
-    print(
-        f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {sums[-1][1:3] if sums else None}"
-    )
+    example = sums[-1][1:3] if sums else None
+    print(f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {example}")
     for number in sorted(steps):
         eval_ = {k: v for k, v in steps[number].items() if k.startswith("eval/") and k.count("/") == 1}
         if eval_:

@@ -53,13 +53,20 @@ class WorkerPool:
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.get(f"{self.router}/workers") as answer,
             ):
-                told = (await answer.json())["workers"]
+                told = [
+                    (worker["url"], worker.get("worker_type", "regular")) for worker in (await answer.json())["workers"]
+                ]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise EngineUnavailableError(
                 explain(f"{self.role} router {self.router}/workers", why, "a list of workers", remedy)
             ) from error
-        urls = [_regular(worker, self.role) for worker in told]
+        for url, kind in told:
+            if kind != "regular":
+                expected = "regular workers: a response's runs continue on the server that holds its prefix"
+                where = f"worker_type of {self.role} {url}"
+                raise ConfigError(explain(where, kind, expected, "do not split prefill and decode"))
+        urls = [str(url) for url, _ in told]
         if not urls:
             raise EngineUnavailableError(explain(f"{self.role} router {self.router}", [], "a worker", remedy))
         for url in urls:
@@ -101,13 +108,3 @@ class WorkerPool:
     async def model_info(self) -> dict[str, Any]:
         """What one of the workers says of its model."""
         return await next(iter(self._clients.values())).model_info()
-
-
-def _regular(worker: Any, role: str) -> str:
-    kind = worker.get("worker_type", "regular")
-    if kind != "regular":
-        expected = "regular workers: a response's runs continue on the server that holds its prefix"
-        raise ConfigError(
-            explain(f"worker_type of {role} {worker['url']}", kind, expected, "do not split prefill and decode")
-        )
-    return str(worker["url"])

@@ -298,9 +298,10 @@ def source_arguments(folder: Path, rows: list[dict[str, Any]], **changes: Any) -
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
     base = {
         "rollout_global_dataset": True, "prompt_data": str(file), "hf_checkpoint": str(tiny(folder)), "dump_details": None,
-        "rollout_max_prompt_len": None, "input_key": "prompt", "multimodal_keys": None, "label_key": "label", "metadata_key": "metadata",
-        "tool_key": None, "apply_chat_template": True, "apply_chat_template_kwargs": None, "rollout_seed": 1, "rollout_shuffle": True,
-        "n_samples_per_prompt": 2, "buffer_filter_path": None, "save": str(folder), "load": str(folder),
+        "rollout_max_prompt_len": None, "input_key": "prompt", "multimodal_keys": None, "label_key": "label",
+        "metadata_key": "metadata", "tool_key": None, "apply_chat_template": True, "apply_chat_template_kwargs": None,
+        "rollout_seed": 1, "rollout_shuffle": True, "n_samples_per_prompt": 2, "buffer_filter_path": None,
+        "save": str(folder), "load": str(folder),
     }  # fmt: skip
     return Namespace(**{**base, **changes})
 

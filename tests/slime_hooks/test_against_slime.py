@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,3 +40,37 @@ def test_slimes_own_functions(part: str, run_there: Callable[..., str]) -> None:
     out = run_there("-W", "ignore", "--import-mode=importlib", "-k", part, str(HERE / "real_slime.py"), cwd=HERE)
     assert re.search(r"\d+ passed", out), out
     assert "skipped" not in out
+
+
+def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """slime's unmodified train.py on the CPU with every hook: two steps, then a third from the checkpoint."""
+    if not os.environ.get("SLIME_TANDEM_SLIME_TRAIN"):
+        pytest.skip("SLIME_TANDEM_SLIME_TRAIN is not set: the run takes minutes (docs/slime.md, Tests)")
+    models, prompts = tmp_path / "models", tmp_path / "prompts.jsonl"
+    models.mkdir()
+    for role in ("senior", "junior", "teacher"):
+        (models / role).symlink_to(getattr(trio, role))
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "label": str(i + 1)} for i in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scripts = HERE.parents[1] / "scripts" / "slime"
+
+    def there(*command: str) -> str:
+        done = subprocess.run(
+            [slime_here.python, "-W", "ignore", *command], env=slime_here.environment(), capture_output=True, text=True, timeout=1500
+        )  # fmt: skip
+        log = tmp_path / "run" / "train.log"
+        end = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+        assert done.returncode == 0, done.stdout + done.stderr + end
+        return done.stdout
+
+    for steps in ("2", "3"):
+        there(
+            str(scripts / "real_run.py"), "--slime", str(slime_here.slime), "--megatron", str(slime_here.megatron),
+            "--models", str(models), "--prompts", str(prompts), "--work", str(tmp_path / "run"), "--cpu", "--embedded",
+            "--steps", steps, "--prompts-per-step", "2", "--group", "2", "--max-tokens", "12", "--save-interval", "1",
+        )  # fmt: skip
+    told = there(str(scripts / "report.py"), str(tmp_path / "run"))
+    assert "channels: 3 of 3 rollouts with the same check-sum on both sides" in told
+    assert [line.split(" |")[0] for line in told.splitlines()[2:5]] == ["| 0", "| 1", "| 2"]
+    compared = there(str(scripts / "compare_loss.py"), str(tmp_path / "run"), "0")
+    assert "| loss |" in compared
