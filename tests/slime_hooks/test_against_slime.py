@@ -55,9 +55,8 @@ def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> N
     scripts = HERE.parents[1] / "scripts" / "slime"
 
     def there(*command: str) -> str:
-        done = subprocess.run(
-            [slime_here.python, "-W", "ignore", *command], env=slime_here.environment(), capture_output=True, text=True, timeout=1500
-        )  # fmt: skip
+        call = [slime_here.python, "-W", "ignore", *command]
+        done = subprocess.run(call, env=slime_here.environment(), capture_output=True, text=True, timeout=1500)
         log = tmp_path / "run" / "train.log"
         end = log.read_text(errors="replace")[-4000:] if log.exists() else ""
         assert done.returncode == 0, done.stdout + done.stderr + end

@@ -1,8 +1,11 @@
 """Start-up shim for machines that slime was not made for; slime's, Megatron's and SGLang's sources stay as they are.
 
-Python imports this module by its name when its folder is on PYTHONPATH. It waits for two modules of slime to be imported:
-- backends/megatron_utils/initialize.py asserts numpy 1.x; its `np` becomes one that says so (what it calls is the same in 2.x).
-- SLIME_TANDEM_CPU=1: utils/accelerator gets a CPU backend, and torch.cuda's names that Megatron and slime call directly do
+Python imports this module by its name when its folder is on PYTHONPATH. It waits for three modules to be imported:
+- slime's backends/megatron_utils/initialize.py asserts numpy 1.x; its `np` becomes one that says so (what it calls is the same
+  in 2.x).
+- Megatron's core/optimizer/distrib_optimizer.py: without Transformer Engine and Apex it cannot load a checkpoint, because
+  `state_dict` wants the step count of an optimizer that has not stepped (an assertion). It gets the state of step 0.
+- SLIME_TANDEM_CPU=1: slime's utils/accelerator gets a CPU backend, and torch.cuda's names that Megatron and slime call directly do
   nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
 """
 
@@ -42,14 +45,32 @@ def _accelerator(module):
         cpu_device.register(module)
 
 
+def _distrib_optimizer(module):
+    if module.HAVE_APEX_OR_TE:
+        return
+    import torch
+
+    told = module.DistributedOptimizer.state_dict
+
+    def state_dict(self):
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if not self.optimizer.state[parameter]:
+                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter].update(step=torch.zeros(()), **moments)
+        return told(self)
+
+    module.DistributedOptimizer.state_dict = state_dict
+
+
 _AFTER = {
+    "megatron.core.optimizer.distrib_optimizer": _distrib_optimizer,
     "slime.backends.megatron_utils.initialize": _initialize,
     "slime.utils.accelerator": _accelerator,
 }
 
 
 class _Finder:
-    """Finds the two modules as usual, and runs what belongs behind their import."""
+    """Finds these modules as usual, and runs what belongs behind their import."""
 
     looking = False
 
