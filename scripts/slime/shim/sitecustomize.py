@@ -5,8 +5,8 @@ Python imports this module by its name when its folder is on PYTHONPATH. It wait
   in 2.x).
 - Megatron's core/optimizer/distrib_optimizer.py: without Transformer Engine and Apex it cannot load a checkpoint, because
   `state_dict` wants the step count of an optimizer that has not stepped (an assertion). It gets the state of step 0.
-- SLIME_TANDEM_CPU=1: slime's utils/accelerator gets a CPU backend, and torch.cuda's names that Megatron and slime call directly do
-  nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
+- SLIME_TANDEM_CPU=1: slime's utils/accelerator gets a CPU backend, and the names of torch.cuda that Megatron and slime call
+  directly do nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
 """
 
 import importlib.machinery
