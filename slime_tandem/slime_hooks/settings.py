@@ -136,6 +136,15 @@ def check_flags(args: Any, config: RunConfig) -> None:
                 "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
             )
         )
+    for name, usual, why in _OBJECTIVE:
+        value = getattr(config.objective, name)
+        if value != usual:
+            shown = "null" if usual is None else usual
+            raise ConfigError(explain(f"{KEY}.objective.{name}", value, f"{shown} under slime: {why}", "set it"))
+    if config.sampling.truncates:
+        value = {"top_p": config.sampling.top_p, "top_k": config.sampling.top_k}
+        expected = "--rollout-top-p 1 and --rollout-top-k -1: SGLang does not tell what it drew from"
+        raise ConfigError(explain("sampling", value, expected, "set these"))
     if scores_by_id(config) and not getattr(args, "custom_generate_function_path", None):
         raise ConfigError(
             explain(
@@ -184,6 +193,17 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "rollout_stop_token_ids": ("a turn ends at the ids of the model folder", "put them into generation_config.json"),
     "use_critic": ("advantages are relative to the group", "remove it"),
 }
+
+
+_OBJECTIVE: tuple[tuple[str, object, str], ...] = (
+    ("ratio", "token", "responses lie on several context-parallel ranks"),
+    ("reduction", "token_mean", "slime's micro-batches do not hold whole steps"),
+    ("rollout_weights", "none", "the trainer's own log-probs are not computed with --use-rollout-logprobs"),
+    ("kl_in", "loss", "rewards are final before the trainer scores anything"),
+    ("kl_target", None, "the coefficient does not adapt there"),
+    ("lambda_jun", 0.0, "its weights have no channel yet"),
+)
+"""Settings of the objective that the local runtime has and these hooks do not."""
 
 
 def _flag(name: str) -> str:

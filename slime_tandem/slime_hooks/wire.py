@@ -211,7 +211,7 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -
         "requests": response.requests,
         "inserted": [list(span) for span in response.inserted],
         "inserted_messages": [[m.as_dict() for m in turn] for turn in response.inserted_messages],
-        "fallback_runs": list(response.fallback_runs),
+        "fallback_starts": list(response.fallback_starts),
     }
 
 
@@ -279,7 +279,7 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         requests=record["requests"],
         inserted=tuple((a, b) for a, b in record["inserted"]),
         senior_log_probs=tuple(record["senior_log_probs"]),
-        fallback_runs=tuple(record["fallback_runs"]),
+        fallback_starts=tuple(record["fallback_starts"]),
         inserted_messages=tuple(tuple(Message(**m) for m in turn) for turn in record["inserted_messages"]),
     )
 

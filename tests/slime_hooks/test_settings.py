@@ -104,6 +104,22 @@ def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], 
         settings(arguments(**flags))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ratio", "sequence"), ("reduction", "sequence_mean"), ("rollout_weights", "truncated"), ("lambda_jun", 0.1),
+    ],
+)  # fmt: skip
+def test_what_the_hooks_do_not_do_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"slime_tandem\.objective\.{name}={value!r}.*under slime"):
+        settings(arguments({"objective": {name: value}}))
+
+
+def test_truncated_sampling_is_refused_without_a_teacher_too() -> None:
+    with pytest.raises(ConfigError, match="--rollout-top-p 1"):
+        settings(arguments({"opd": {"enabled": False}}, rollout_top_p=0.9))
+
+
 def test_what_some_settings_need_of_the_flags() -> None:
     kl = {"objective": {"kl_coef": 0.1}}
     with pytest.raises(ConfigError, match="--use-kl-loss"):
