@@ -8,8 +8,9 @@ the Megatron model would not do is refused with the field's name; nothing is dro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,76 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a weight of one format comes from weights of the other: `make` of the tensors that `sources` name."""
+
+    sources: tuple[str, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def _itself(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+def _qkv_part(tensors: Sequence[torch.Tensor], *, arch: Architecture, n: int) -> torch.Tensor:
+    return _split_qkv(_itself(tensors), arch)[n]
+
+
+def _half(tensors: Sequence[torch.Tensor], *, n: int) -> torch.Tensor:
+    return _itself(tensors).chunk(2)[n]
+
+
+# Weights that only change their names, as (Hugging Face, Megatron), inside a layer and outside of the layers.
+_IN_LAYER = (
+    ("input_layernorm.weight", "input_layernorm.weight"),
+    ("self_attn.o_proj.weight", "self_attention.linear_proj.weight"),
+    ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight"),
+    ("mlp.down_proj.weight", "mlp.linear_fc2.weight"),
+)
+_QK_NORMS = (
+    ("self_attn.q_norm.weight", "self_attention.q_layernorm.weight"),
+    ("self_attn.k_norm.weight", "self_attention.k_layernorm.weight"),
+)
+_GATE, _UP, _FC1 = "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.linear_fc1.weight"
+
+
+def _renamed(arch: Architecture) -> list[tuple[str, str]]:
+    pairs = [("model.embed_tokens.weight", "embedding.word_embeddings.weight")]
+    for i in range(arch.num_layers):
+        inside = (*_IN_LAYER, *_QK_NORMS) if arch.qk_norm else _IN_LAYER
+        pairs += [(f"model.layers.{i}.{hf}", f"decoder.layers.{i}.{megatron}") for hf, megatron in inside]
+    pairs.append(("model.norm.weight", "decoder.final_layernorm.weight"))
+    return pairs if arch.tied else [*pairs, ("lm_head.weight", "output_layer.weight")]
+
+
+def megatron_recipes(arch: Architecture) -> dict[str, Recipe]:
+    """Of every Megatron parameter (names of the local layer spec, tensor-parallel size 1), from Hugging Face weights."""
+    out = {megatron: Recipe((hf,), _itself) for hf, megatron in _renamed(arch)}
+    for i in range(arch.num_layers):
+        old, new = f"model.layers.{i}.", f"decoder.layers.{i}."
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            parts = tuple(f"{old}self_attn.{p}_proj.{kind}" for p in "qkv")
+            out[f"{new}self_attention.linear_qkv.{kind}"] = Recipe(parts, lambda tensors: _join_qkv(tensors, arch))
+        out[new + _FC1] = Recipe((old + _GATE, old + _UP), lambda tensors: torch.cat(list(tensors)))
+    return out
+
+
+def hf_recipes(arch: Architecture) -> dict[str, Recipe]:
+    """Of every Hugging Face weight, from Megatron's parameters: the inverse of `megatron_recipes`."""
+    out = {hf: Recipe((megatron,), _itself) for hf, megatron in _renamed(arch)}
+    for i in range(arch.num_layers):
+        old, new = f"decoder.layers.{i}.", f"model.layers.{i}."
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            for n, p in enumerate("qkv"):
+                joined = (f"{old}self_attention.linear_qkv.{kind}",)
+                out[f"{new}self_attn.{p}_proj.{kind}"] = Recipe(joined, partial(_qkv_part, arch=arch, n=n))
+        for n, half in enumerate((_GATE, _UP)):
+            out[new + half] = Recipe((old + _FC1,), partial(_half, n=n))
+    return out
+
+
 def hf_to_megatron(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> StateDict:
     """Megatron's parameters from a Hugging Face state dict, bit for bit, in the dtype they come in.
 
@@ -293,27 +364,9 @@ def hf_to_megatron(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> St
             "lm_head.weight equal to model.embed_tokens.weight",
             "set it to false in config.json: this checkpoint is not tied",
         )
-    _check_names_and_shapes(weights, hf_shapes(arch))
-
-    out: StateDict = {"embedding.word_embeddings.weight": weights["model.embed_tokens.weight"]}
-    for i in range(arch.num_layers):
-        old, new = f"model.layers.{i}.", f"decoder.layers.{i}."
-        out[new + "input_layernorm.weight"] = weights[old + "input_layernorm.weight"]
-        out[new + "self_attention.linear_proj.weight"] = weights[old + "self_attn.o_proj.weight"]
-        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-            parts = [weights[f"{old}self_attn.{p}_proj.{kind}"] for p in "qkv"]
-            out[f"{new}self_attention.linear_qkv.{kind}"] = _join_qkv(parts, arch)
-        if arch.qk_norm:
-            out[new + "self_attention.q_layernorm.weight"] = weights[old + "self_attn.q_norm.weight"]
-            out[new + "self_attention.k_layernorm.weight"] = weights[old + "self_attn.k_norm.weight"]
-        out[new + "pre_mlp_layernorm.weight"] = weights[old + "post_attention_layernorm.weight"]
-        gate_up = [weights[old + "mlp.gate_proj.weight"], weights[old + "mlp.up_proj.weight"]]
-        out[new + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
-        out[new + "mlp.linear_fc2.weight"] = weights[old + "mlp.down_proj.weight"]
-    out["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
-    if not arch.tied:
-        out["output_layer.weight"] = weights["lm_head.weight"]
-    return out
+    check_names_and_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, hf_shapes(arch))
+    recipes = megatron_recipes(arch)
+    return {name: recipe.make([weights[source] for source in recipe.sources]) for name, recipe in recipes.items()}
 
 
 def megatron_to_hf(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> StateDict:
@@ -322,32 +375,14 @@ def megatron_to_hf(state_dict: Mapping[str, torch.Tensor], hf_config: Any) -> St
     All tensors are contiguous and share no memory with each other. Takes `dict(model.named_parameters())`.
     """
     arch = architecture_of(hf_config)
-    out: StateDict = {"model.embed_tokens.weight": state_dict["embedding.word_embeddings.weight"]}
-    for i in range(arch.num_layers):
-        old, new = f"decoder.layers.{i}.", f"model.layers.{i}."
-        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-            parts = _split_qkv(state_dict[f"{old}self_attention.linear_qkv.{kind}"], arch)
-            for p, part in zip("qkv", parts, strict=True):
-                out[f"{new}self_attn.{p}_proj.{kind}"] = part
-        if arch.qk_norm:
-            out[new + "self_attn.q_norm.weight"] = state_dict[old + "self_attention.q_layernorm.weight"]
-            out[new + "self_attn.k_norm.weight"] = state_dict[old + "self_attention.k_layernorm.weight"]
-        out[new + "self_attn.o_proj.weight"] = state_dict[old + "self_attention.linear_proj.weight"]
-        gate, up = state_dict[old + "mlp.linear_fc1.weight"].chunk(2)
-        out[new + "mlp.gate_proj.weight"], out[new + "mlp.up_proj.weight"] = gate, up
-        out[new + "mlp.down_proj.weight"] = state_dict[old + "mlp.linear_fc2.weight"]
-        out[new + "input_layernorm.weight"] = state_dict[old + "input_layernorm.weight"]
-        out[new + "post_attention_layernorm.weight"] = state_dict[old + "pre_mlp_layernorm.weight"]
-    out["model.norm.weight"] = state_dict["decoder.final_layernorm.weight"]
-    if not arch.tied:
-        out["lm_head.weight"] = state_dict["output_layer.weight"]
-    shapes = hf_shapes(arch)
-    out = {name: out[name].detach().clone(memory_format=torch.contiguous_format) for name in shapes}
-    _check_names_and_shapes(out, shapes)
+    recipes, shapes = hf_recipes(arch), hf_shapes(arch)
+    out = {name: recipes[name].make([state_dict[source] for source in recipes[name].sources]) for name in shapes}
+    out = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in out.items()}
+    check_names_and_shapes({name: tuple(tensor.shape) for name, tensor in out.items()}, shapes)
     return out
 
 
-def _join_qkv(parts: list[torch.Tensor], arch: Architecture) -> torch.Tensor:
+def _join_qkv(parts: Sequence[torch.Tensor], arch: Architecture) -> torch.Tensor:
     # Megatron interleaves by query group: the group's query heads, then its key head, then its value head.
     rest = parts[0].shape[1:]
     grouped = [part.reshape(arch.num_kv_heads, -1, *rest) for part in parts]
@@ -361,8 +396,9 @@ def _split_qkv(joined: torch.Tensor, arch: Architecture) -> list[torch.Tensor]:
     return [part.reshape(-1, *rest) for part in torch.split(grouped, [per_group * D, D, D], dim=1)]
 
 
-def _check_names_and_shapes(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError unless weights of just these names and shapes were found."""
+    missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing:
         raise ModelError(
             explain(
@@ -382,9 +418,10 @@ def _check_names_and_shapes(weights: Mapping[str, torch.Tensor], shapes: Mapping
             )
         )
     for name, shape in shapes.items():
-        if tuple(weights[name].shape) != shape:
-            found = tuple(weights[name].shape)
-            raise ModelError(explain(f"weights {name}", found, f"shape {shape} from config.json", "mend config.json"))
+        if found[name] != shape:
+            raise ModelError(
+                explain(f"weights {name}", found[name], f"shape {shape} from config.json", "mend config.json")
+            )
 
 
 def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
