@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -212,6 +213,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.set_defaults(action=_config)
 
+    add_convert_flags(
+        command("convert", "A model between a Hugging Face folder and Megatron's torch_dist, either way.")
+    )
+
     sub = command("serve", "Serve a model folder over the part of SGLang's HTTP API that slime_tandem uses.")
     sub.add_argument(
         "model", metavar="MODEL", nargs="?", help="local Hugging Face folder, or builtin:senior|junior|teacher"
@@ -252,6 +257,26 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--dest", default=".cache/models/smollm2", help="folder to write")
     sub.set_defaults(action=_fetch_model)
     return parser
+
+
+def add_convert_flags(sub: argparse.ArgumentParser) -> None:
+    """The flags of `convert`, which tools/convert_checkpoint.py shares."""
+    sub.add_argument(
+        "source", metavar="SOURCE", help="Hugging Face folder, or a torch_dist checkpoint (its --save folder)"
+    )
+    sub.add_argument("output", metavar="OUTPUT", help="folder to write; a stopped conversion goes on")
+    sub.add_argument(
+        "--like", metavar="FOLDER", help="towards Hugging Face: folder with the model's config and tokenizer"
+    )
+    sub.add_argument("--force", action="store_true", help="replace an output that exists")
+    sub.add_argument("--verify", action="store_true", help="compare log-probs of both sides (holds both models)")
+    sub.add_argument("--max-file-gib", type=float, default=4.0, help="largest file that is written")
+    sub.add_argument(
+        "--model-args",
+        metavar="FILE",
+        help="mixture of experts: shell file with MODEL_ARGS for slime's converter (SLIME_DIR)",
+    )
+    sub.set_defaults(action=_convert)
 
 
 def _load(args: argparse.Namespace) -> RunConfig:
@@ -496,6 +521,28 @@ def _for_slime(config: RunConfig, folder: Path) -> str:
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
     words = [shlex.quote(word) for word in flags]
     return "".join(lines) + f"SLIME_FLAGS=({' '.join(words)})\n"
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from slime_tandem.local.conversion import Job, convert, is_moe, read_model_args, slime_command, verify
+    from slime_tandem.local.torch_dist import find_torch_dist
+
+    if not args.max_file_gib > 0:
+        raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a number above 0", "e.g. 4"))
+    source, like = Path(args.source), None if args.like is None else Path(args.like)
+    job = Job(source, Path(args.output), like, args.force, int(args.max_file_gib * 2**30))
+    back = find_torch_dist(source) is not None
+    if is_moe(like if back and like is not None else source):
+        slime = os.environ.get("SLIME_DIR")
+        flags = read_model_args(Path(args.model_args)) if args.model_args else []
+        command = slime_command(job, None if slime is None else Path(slime), flags)
+        print(shlex.join(command), flush=True)
+        return subprocess.run(command, check=False).returncode  # noqa: S603 - slime's own tool, no shell
+    hf, dist = convert(job)
+    if args.verify:
+        verify(hf, dist, by_megatron=not back)
+    print(f"written: {job.output}")
+    return 0
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -26,7 +26,19 @@ from slime_tandem.config import RunConfig, fields_of
 from slime_tandem.report import writer
 
 TASK = {"family": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
-COMMANDS = ("train", "eval", "align", "score", "suite", "report", "config", "serve", "pretrain", "fetch-model")
+COMMANDS = (
+    "train",
+    "eval",
+    "align",
+    "score",
+    "suite",
+    "report",
+    "config",
+    "convert",
+    "serve",
+    "pretrain",
+    "fetch-model",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ the Megatron model would not do is refused with the field's name; nothing is dro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -448,8 +448,18 @@ def load_hf_folder(folder: str | Path) -> StateDict:
     Pickled weights (`pytorch_model.bin`) are never read. Raises ModelError if weights are missing or a file is damaged.
     """
     path = Path(folder)
+    files, listed = hf_weight_files(path)
+    weights: StateDict = {}
+    for file in files:
+        weights |= _read_safetensors(file)
+    require_listed(path, listed, weights)
+    return weights
+
+
+def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
+    """The safetensors files of a Hugging Face folder, and the weights that its index lists (none without an index)."""
     if (path / _WEIGHTS).is_file():
-        return _read_safetensors(path / _WEIGHTS)
+        return [path / _WEIGHTS], frozenset()
     if not (path / _INDEX).is_file():
         remedy = "fetch the weights"
         if list(path.glob("*.bin")):
@@ -460,19 +470,21 @@ def load_hf_folder(folder: str | Path) -> StateDict:
         files = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(explain(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew")) from error
-    weights: StateDict = {}
     for file in files:
         if Path(file).name != file or not (path / file).is_file():
             raise ModelError(
                 explain(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
             )
-        weights |= _read_safetensors(path / file)
-    missing = sorted(weight_map.keys() - weights.keys())
+    return [path / file for file in files], frozenset(weight_map)
+
+
+def require_listed(path: Path, listed: Collection[str], weights: Collection[str]) -> None:
+    """Raise ModelError where the shards lack weights that their index lists."""
+    missing = sorted(set(listed) - set(weights))
     if missing:
         raise ModelError(
             explain(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
         )
-    return weights
 
 
 def _read_safetensors(file: Path) -> StateDict:

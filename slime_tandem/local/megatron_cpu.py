@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     # torch's own `utils/mkldnn.py` still uses TorchScript; it is imported through Megatron's dynamo use.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -66,6 +66,7 @@ __all__ = [
     "ensure_initialized",
     "get_gpt_layer_local_spec",
     "make_sharded_optimizer_tensor",
+    "save_torch_dist_config",
     "shutdown",
 ]
 
@@ -73,6 +74,11 @@ __all__ = [
 def device() -> torch.device:
     """Where models live: the current GPU if torch sees one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def save_torch_dist_config(folder: Path) -> None:
+    """Write `metadata.json`, by which Megatron knows a checkpoint folder and its format."""
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def ensure_initialized(seed: int) -> None:

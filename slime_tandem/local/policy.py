@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, TandemError, explain
@@ -55,13 +55,14 @@ from slime_tandem.local.megatron_cpu import (
     ensure_initialized,
     make_sharded_optimizer_tensor,
 )
+from slime_tandem.local.torch_dist import IndexUnpickler
 
 _STATE, _FORMAT = "state.json", "slime_tandem checkpoint 1"
 _MEGATRON_FILES = frozenset({"metadata.json", "common.pt", ".metadata"})
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _IO_ERRORS = (OSError, RuntimeError, pickle.UnpicklingError)  # RuntimeError: torch's zip files
 # What a Hugging Face folder needs beside weights and config; the rest (README, other formats' weights) is not copied.
-_COMPANIONS = (
+COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -221,7 +222,7 @@ class MegatronPolicy:
             config.pop("torch_dtype", None)
             config["dtype"] = "float32"
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for name in _COMPANIONS:
+            for name in COMPANIONS:
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, partial / name)
             weights = {name: tensor.cpu() for name, tensor in self.hf_state_dict().items()}
@@ -242,7 +243,7 @@ class MegatronPolicy:
         json.dumps(state)
         with _replacing(Path(folder)) as partial:
             dist_checkpointing.save(self._sharded_state(copied=False), str(partial), SynchronousTorchDistSave())
-            state["files"] = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+            state["files"] = {path.name: file_sha256(path) for path in sorted(partial.iterdir())}
             (partial / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
@@ -261,15 +262,10 @@ class MegatronPolicy:
             raise _bad(path, "no optimizer state in it", "the checkpoint of a trainable policy")
         wanted = self._sharded_state(copied=True)
         _check_index(path, set(state["files"]))
-        with warnings.catch_warnings():
-            # Megatron still calls torch.distributed.checkpoint.load_state_dict (dist_checkpointing/strategies/torch.py:799).
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-            # torch's planner touches its own deprecated ShardedTensor, in which Megatron stacks the layers of a weight.
-            warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-            try:
-                loaded = dist_checkpointing.load(wanted, str(path))
-            except (TorchCheckpointException, CheckpointingException, *_IO_ERRORS) as error:
-                raise _bad(path, _reason(error), "the tensors of this model") from error
+        try:
+            loaded = load_sharded(wanted, path)
+        except (TorchCheckpointException, CheckpointingException, *_IO_ERRORS) as error:
+            raise _bad(path, _reason(error), "the tensors of this model") from error
         self._take(loaded, int(state["step"]))
         extra: dict[str, Any] = state["extra"]
         return extra
@@ -277,13 +273,7 @@ class MegatronPolicy:
     def _sharded_state(self, *, copied: bool) -> dict[str, Any]:
         # Megatron's own sharded description of its parameters, and of the moments after their parameters. Loading writes
         # into these tensors, so it asks for copies: a damaged file must not leave the live model half overwritten.
-        # `_extra_state` entries are None without Transformer Engine (tensor_parallel/layers.py:1075) and would only put
-        # pickled objects into the files.
-        described = {
-            name: sharded
-            for name, sharded in self.model.sharded_state_dict().items()
-            if not isinstance(sharded, ShardedObject)
-        }
+        described = described_parameters(self.model)
 
         def data(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone() if copied else tensor.detach()
@@ -313,6 +303,26 @@ class MegatronPolicy:
                         self.optimizer.state[parameter][moment].copy_(loaded["optimizer"][moment][name])
                     self.optimizer.state[parameter]["step"].fill_(steps)
         self.steps = steps
+
+
+def described_parameters(model: GPTModel) -> dict[str, Any]:
+    """Megatron's own sharded description of a model's parameters, by their names; loading writes into their `data`.
+
+    `_extra_state` entries are None without Transformer Engine (tensor_parallel/layers.py:1075) and would only put pickled
+    objects into the files.
+    """
+    return {n: sharded for n, sharded in model.sharded_state_dict().items() if not isinstance(sharded, ShardedObject)}
+
+
+def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Megatron's `dist_checkpointing.load`, without the warnings of its own making. Raises what it raises."""
+    with warnings.catch_warnings():
+        # Megatron still calls torch.distributed.checkpoint.load_state_dict (dist_checkpointing/strategies/torch.py:799).
+        warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+        # torch's planner touches its own deprecated ShardedTensor, in which Megatron stacks the layers of a weight.
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    return loaded
 
 
 def _adamw(model: GPTModel, settings: OptimizerConfig) -> torch.optim.AdamW:
@@ -348,7 +358,7 @@ def _replacing(target: Path) -> Iterator[Path]:
         partial.chmod(0o755)
         yield partial
         for path in (*partial.iterdir(), partial):
-            _fsync(path)
+            fsync(path)
         if target.exists():
             old = partial.with_name(f"{partial.name}-old")
             target.rename(old)
@@ -360,7 +370,7 @@ def _replacing(target: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             partial.rename(target)
-        _fsync(target.parent)
+        fsync(target.parent)
     except (TorchCheckpointException, SafetensorError, *_IO_ERRORS) as error:
         raise _unwritable(target, error) from error
     finally:
@@ -388,7 +398,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             error = error.__cause__ or error.__context__
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file or folder, and what it holds, survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -396,7 +407,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -434,50 +446,16 @@ def _read_state(path: Path) -> dict[str, Any]:
     for name, digest in files.items():
         if Path(name).name != name or not (path / name).is_file():
             raise _bad(path, f"no file {name}", "every file that was written")
-        if _sha256(path / name) != digest:
+        if file_sha256(path / name) != digest:
             raise _bad(path, f"damaged file {name}", "files as they were written")
     return state
-
-
-def _enum_member(cls: Any, name: Any) -> Any:
-    """`getattr` for members of the index's one Enum; anything else that a pickle might ask of it is refused."""
-    if cls is not _MEM_FORMAT_ENCODING or name not in cls.__members__:
-        raise pickle.UnpicklingError(f"builtins.getattr of {cls!r} and {name!r} has no place in a tensor index")
-    return cls[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads `.metadata`, an index of tensors, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed: Mapping[str, tuple[str, ...]] = {
-            "torch": ("Size", "float32"),
-            "torch.serialization": ("_get_layout",),
-            "torch.distributed.checkpoint.metadata": (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            ),
-            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-            "pathlib": ("PosixPath",),
-            "pathlib._local": ("PosixPath",),  # its home in Python 3.13
-        }
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # how Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since)
-        if name not in allowed.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor index")
-        return super().find_class(module, name)
 
 
 def _check_index(path: Path, files: set[str]) -> None:
     """Refuse a `.metadata` that is more than an index of tensors in this folder's files."""
     try:
         with (path / ".metadata").open("rb") as file:
-            index = _IndexUnpickler(file).load()
+            index = IndexUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
         raise _bad(path, f"unsafe or damaged .metadata ({_reason(error)})", "an index of tensors") from error
     if not isinstance(index, Metadata):

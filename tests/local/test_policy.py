@@ -22,7 +22,8 @@ from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, ModelError, TandemError
 from slime_tandem.local import megatron_cpu
 from slime_tandem.local import policy as policy_module
-from slime_tandem.local.policy import MegatronPolicy, _IndexUnpickler
+from slime_tandem.local.policy import MegatronPolicy
+from slime_tandem.local.torch_dist import IndexUnpickler
 
 V = 53
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -375,7 +376,7 @@ class ByGetattr:
 
 def test_an_index_written_by_an_early_python_3_11_is_read_and_getattr_reaches_nothing_else() -> None:
     def load(value: object) -> object:
-        return _IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
+        return IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
 
     member = next(iter(_MEM_FORMAT_ENCODING))
     assert load(ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is member
@@ -391,7 +392,7 @@ class Evil:
 
 def reseal(folder: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
-    state["files"] = {name: policy_module._sha256(folder / name) for name in state["files"]}
+    state["files"] = {name: policy_module.file_sha256(folder / name) for name in state["files"]}
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -459,7 +460,7 @@ def test_full_disk(
         elif where == "fsync":
             patch.setattr(policy_module.os, "fsync", fail(full))
         elif where == "state":
-            patch.setattr(policy_module, "_sha256", fail(full))
+            patch.setattr(policy_module, "file_sha256", fail(full))
         else:
             error = policy_module.SafetensorError("I/O error: No space left on device (os error 28)")
             patch.setattr(policy_module, "save_file", fail(error))
@@ -484,7 +485,7 @@ def test_a_kill_in_the_middle_leaves_the_older_checkpoint(
     policy, folder = saved
     train(policy, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(policy_module, "_fsync", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
+        patch.setattr(policy_module, "fsync", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
         patch.setattr(policy_module.shutil, "rmtree", lambda *_a, **_k: None)  # a killed process tidies nothing up
         with pytest.raises(KeyboardInterrupt):
             policy.save_checkpoint(folder, {"step": 2})
