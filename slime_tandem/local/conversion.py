@@ -31,15 +31,12 @@ from safetensors.torch import save_file
 
 from slime_tandem.engines.hf import load_model, read_model_config
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError, explain, explain_os_error
+from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 from slime_tandem.local.convert import (
-    Architecture,
-    architecture_of,
     build_model,
     check_names_and_shapes,
     hf_recipes,
-    hf_shapes,
     hf_weight_files,
-    load_hf_config,
     megatron_recipes,
     require_listed,
 )

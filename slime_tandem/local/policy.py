@@ -36,15 +36,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, TandemError, explain
-from slime_tandem.local.convert import (
-    StateDict,
-    architecture_of,
-    build_model,
-    load_hf_config,
-    load_hf_folder,
-    load_weights,
-    megatron_to_hf,
-)
+from slime_tandem.local.architecture import architecture_of, load_hf_config
+from slime_tandem.local.convert import StateDict, build_model, load_hf_folder, load_weights, megatron_to_hf
 from slime_tandem.local.megatron_cpu import (
     CheckpointingException,
     GPTModel,

@@ -23,8 +23,8 @@ from filelock import FileLock, Timeout
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.scoring import describe_special
 from slime_tandem.errors import RunDirError, TandemError, explain
+from slime_tandem.local.architecture import architecture_of, load_hf_config
 from slime_tandem.local.batches import build_rows
-from slime_tandem.local.convert import architecture_of, load_hf_config
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.rollouts import evaluate, rollout, rollout_metrics, with_revival
 from slime_tandem.local.tasks import TaskSet

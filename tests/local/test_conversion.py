@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slime_tandem import cli
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.local import conversion
+from slime_tandem.local.architecture import architecture_of, load_hf_config
 from slime_tandem.local.conversion import HfWeights, Job, convert, verify
-from slime_tandem.local.convert import architecture_of, load_hf_config, load_hf_folder, megatron_recipes
+from slime_tandem.local.convert import load_hf_folder, megatron_recipes
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.torch_dist import TorchDistReader, dist_key, find_torch_dist
 

@@ -13,13 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slime_tandem.errors import ModelError
 from slime_tandem.local import megatron_cpu
+from slime_tandem.local.architecture import architecture_of, hf_shapes, load_hf_config
 from slime_tandem.local.convert import (
-    architecture_of,
     build_model,
-    hf_shapes,
     hf_to_megatron,
     inverse_frequencies,
-    load_hf_config,
     load_hf_folder,
     load_weights,
     megatron_to_hf,
