@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -36,6 +36,9 @@ from slime_tandem.config import (
 )
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TandemError, explain, explain_os_error
 from slime_tandem.signals import terminate_as_interrupt
+
+if TYPE_CHECKING:
+    from slime_tandem.slime_launch.flags import Plan
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -209,7 +212,10 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--slime",
         metavar="FOLDER",
-        help="print instead what slime must be given so that its servers are fused ones; boundary tables go into FOLDER",
+        help="print instead what slime's train.py must be given, with a memory estimate; the files it names go into FOLDER",
+    )
+    sub.add_argument(
+        "slime_flags", nargs="*", metavar="-- SLIME_FLAGS", help="with --slime: further flags of slime, checked"
     )
     sub.set_defaults(action=_config)
 
@@ -498,29 +504,30 @@ def _report(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> int:
     config = RunConfig.load(args.check, args.overrides)
-    print(config.to_yaml() if args.slime is None else _for_slime(config, Path(args.slime)), end="")
+    if args.slime is None:
+        if args.slime_flags:
+            raise ConfigError(
+                explain("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
+            )
+        print(config.to_yaml(), end="")
+        return 0
+    launch = _slime_plan(config, Path(args.slime), args.slime_flags)
+    launch.write()
+    print(launch.shell(), end="")
     return 0
 
 
-def _for_slime(config: RunConfig, folder: Path) -> str:
-    """Shell text: the environment and the flags of slime's train.py for a fused engine."""
-    from slime_tandem.engines.fused.launch import slime_settings
-    from slime_tandem.local.team import Team
+def _slime_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> Plan:
+    from slime_tandem.slime_launch.flags import plan, with_folders
 
-    if config.engine.mode != "fused" or not config.tandem.enabled:
-        raise ConfigError(
-            explain(
-                "engine.mode",
-                f"{config.engine.mode}, tandem.enabled={config.tandem.enabled}",
-                "fused, with a junior: two servers need no flag of their own",
-                "add --set engine.mode=fused",
-            )
-        )
-    team = Team(config, folder)
-    environment, flags = slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
-    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
-    words = [shlex.quote(word) for word in flags]
-    return "".join(lines) + f"SLIME_FLAGS=({' '.join(words)})\n"
+    config, fused = with_folders(config), None
+    if config.engine.mode == "fused":
+        from slime_tandem.engines.fused.launch import slime_settings
+        from slime_tandem.local.team import Team
+
+        team = Team(config, folder)
+        fused = slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
+    return plan(config, folder, fused=fused, extra=extra)
 
 
 def _convert(args: argparse.Namespace) -> int:

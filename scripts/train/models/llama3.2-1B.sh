@@ -1,0 +1,22 @@
+# shellcheck shell=bash disable=SC2034
+# Megatron's flags for llama3.2-1B; written by python -m slime_tandem.slime_launch.sizes, do not edit.
+# slime 624b824a does not hand the factor on and trains with 8 (model_provider.py): `slime-tandem config` refuses that.
+MODEL_ARGS=(
+  --swiglu
+  --num-layers 16
+  --hidden-size 2048
+  --ffn-hidden-size 8192
+  --num-attention-heads 32
+  --group-query-attention
+  --num-query-groups 8
+  --kv-channels 64
+  --max-position-embeddings 131072
+  --use-rotary-position-embeddings
+  --rotary-base 500000
+  --disable-bias-linear
+  --normalization RMSNorm
+  --norm-epsilon 1e-05
+  --vocab-size 128256
+  --use-rope-scaling
+  --rope-scaling-factor 32
+)

@@ -1,0 +1,223 @@
+"""Who gets which GPUs under slime, and the `--sglang-config` file that says so.
+
+slime numbers the GPUs of a job: the trainer's are 0 .. T-1; engines follow behind them, or start again at 0 with `--colocate`
+(slime/ray/placement_group.py). Models of the file take their GPUs in its order. A group that starts on a GPU of the trainer is
+taken off it while the trainer works (slime/ray/rollout.py, `needs_offload`); only the first model gets its weights back from
+the trainer, so the others need `enable_weights_cpu_backup` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime_tandem.config import RunConfig, read_yaml_mapping
+from slime_tandem.errors import ConfigError, explain
+
+ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
+"""Names of the models in the file; slime's `get_model_url` finds their routers by them."""
+
+
+def teacher_models(config: RunConfig) -> dict[str, str]:
+    """Folder of each teacher that slime is to serve, by its name in the file: those without a URL of their own."""
+    if not config.opd.enabled:
+        return {}
+    if not config.opd.teachers:
+        return {} if config.engine.teacher_url else {TEACHER: config.models.teacher}
+    return {f"{TEACHER}-{t.name}": t.model for t in config.opd.teachers if t.url is None}
+
+
+def junior_model(config: RunConfig) -> dict[str, str]:
+    """The junior's folder by its name, where it has engines of its own: not in the fused engine, not with a URL."""
+    own = config.tandem.enabled and config.engine.mode == "two_servers" and config.engine.junior_url is None
+    return {JUNIOR: config.models.junior} if own else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One model's engines. `start`: its first GPU, counted over the job; `gpus_per_engine`: tensor parallel size."""
+
+    name: str
+    model: str
+    start: int
+    gpus: int
+    gpus_per_engine: int
+    shared: bool
+    update_weights: bool
+
+    @property
+    def engines(self) -> int:
+        """How many engines share the requests."""
+        return self.gpus // self.gpus_per_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The trainer's GPUs 0 .. trainer_gpus - 1, and the groups of engines, actor first."""
+
+    nodes: int
+    gpus_per_node: int
+    trainer_gpus: int
+    groups: tuple[Group, ...]
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of all engines together, slime's `--rollout-num-gpus`."""
+        return sum(group.gpus for group in self.groups)
+
+    @property
+    def trainer_nodes(self) -> int:
+        """slime's `--actor-num-nodes`."""
+        return max(1, self.trainer_gpus // self.gpus_per_node)
+
+
+def layout(config: RunConfig) -> Layout:
+    """Place everyone. Raises ConfigError where GPUs do not suffice or sizes do not divide."""
+    c = config.cluster
+    total, colocate = c.nodes * c.gpus_per_node, c.colocate
+    frozen = {**junior_model(config), **teacher_models(config)}
+    needs = {name: c.junior_gpus if name == JUNIOR else c.teacher_gpus for name in frozen}
+    rest = total - sum(needs.values())
+    trainer = c.trainer_gpus
+    if trainer is None:
+        _require(colocate, "trainer_gpus", None, "a number without colocate", "say how many GPUs train")
+        trainer = rest - rest % (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
+    senior = c.senior_gpus
+    if senior is None:
+        left = min(trainer, rest) if colocate else rest - trainer
+        senior = left - left % c.senior_tp
+    _require(
+        trainer > 0 and senior > 0,
+        "nodes",
+        c.nodes,
+        f"more than {total} GPUs: {sum(needs.values())} serve junior and teachers, {trainer} train, {senior} write",
+        "add GPUs, or share them (cluster.trainer_gpus)",
+    )
+    used = max(trainer, senior + sum(needs.values())) if colocate else trainer + senior + sum(needs.values())
+    wanted = f"at least {used} GPUs: trainer {trainer}, senior {senior}, " + ", ".join(
+        f"{n} {g}" for n, g in needs.items()
+    )
+    _require(
+        used <= total,
+        "nodes",
+        f"{c.nodes} x {c.gpus_per_node}",
+        wanted.removesuffix(", "),
+        "add GPUs, or ask for fewer",
+    )
+    parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
+    _require(
+        trainer % parts == 0,
+        "trainer_gpus",
+        trainer,
+        f"a multiple of {parts} = tensor x pipeline x context parallel size",
+        "change one of them",
+    )
+    _require(
+        trainer <= c.gpus_per_node or trainer % c.gpus_per_node == 0,
+        "trainer_gpus",
+        trainer,
+        f"whole nodes of {c.gpus_per_node}, slime spreads the trainer so",
+        "round it",
+    )
+    start = 0 if colocate else trainer
+    groups = []
+    for name, model in {ACTOR: config.models.senior, **frozen}.items():
+        gpus = needs.get(name, senior)
+        size = {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
+        field = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
+        _require(
+            gpus % size == 0, f"{field}_gpus", gpus, f"a multiple of cluster.{field}_tp={size}", "change one of them"
+        )
+        _require(
+            size <= c.gpus_per_node or size % c.gpus_per_node == 0,
+            f"{field}_tp",
+            size,
+            f"a part of a node or whole nodes of {c.gpus_per_node}",
+            "change it",
+        )
+        groups.append(Group(name, model, start, gpus, size, colocate and start < trainer, name == ACTOR))
+        start += gpus
+    return Layout(c.nodes, c.gpus_per_node, trainer, tuple(groups))
+
+
+def _require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:
+    if not holds:
+        raise ConfigError(explain(f"cluster.{field}", value, expected, remedy))
+
+
+def sglang_config(plan: Layout, *, mem_fraction: float) -> dict[str, Any]:
+    """The tree of the `--sglang-config` file."""
+    models = []
+    for group in plan.groups:
+        overrides: dict[str, Any] = {} if group.update_weights else {"mem_fraction_static": mem_fraction}
+        if group.shared and not group.update_weights:
+            overrides["enable_weights_cpu_backup"] = True
+        entry: dict[str, Any] = {
+            "name": group.name,
+            "model_path": str(group.model),
+            "update_weights": group.update_weights,
+            "num_gpus_per_engine": group.gpus_per_engine,
+            "server_groups": [
+                {"worker_type": "regular", "num_gpus": group.gpus, **({"overrides": overrides} if overrides else {})}
+            ],
+        }
+        models.append(entry)
+    return {"sglang": models}
+
+
+def check_sglang_config(config: RunConfig, path: Path, plan: Layout) -> None:
+    """Raise ConfigError for a file of the user's that lacks a model, or would give one of them wrong weights.
+
+    slime takes the actor's router for a name that it does not know, without a word.
+    """
+    tree = read_yaml_mapping(path)
+    where = f"--sglang-config {path}"
+    models = tree.get("sglang")
+    if not isinstance(models, list) or not models or not all(isinstance(m, Mapping) and m.get("name") for m in models):
+        raise ConfigError(
+            explain(where, tree.get("sglang"), "a list `sglang` of models with names", "see docs/scaling.md")
+        )
+    names = [str(model["name"]) for model in models]
+    for group in plan.groups:
+        if group.name not in names:
+            raise ConfigError(
+                explain(where, names, f"a model named {group.name}", f"add it (model_path: {group.model})")
+            )
+    if names[0] != ACTOR or models[0].get("update_weights") is not True:
+        raise ConfigError(
+            explain(
+                where,
+                names[0],
+                f"{ACTOR} first, with update_weights: true",
+                "the first model is the one that slime trains",
+            )
+        )
+    start = 0 if config.cluster.colocate else plan.trainer_gpus
+    for model in models:
+        groups = model.get("server_groups") or model.get("engine_groups") or []
+        if model["name"] != ACTOR and model.get("update_weights") is not False:
+            raise ConfigError(
+                explain(
+                    f"{where} {model['name']}", model.get("update_weights"), "update_weights: false", "it is frozen"
+                )
+            )
+        for group in groups:
+            backed_up = (group.get("overrides") or {}).get("enable_weights_cpu_backup") is True
+            if model["name"] != ACTOR and config.cluster.colocate and start < plan.trainer_gpus and not backed_up:
+                expected = "overrides.enable_weights_cpu_backup: true, the trainer uses its GPUs in turns"
+                raise ConfigError(explain(f"{where} {model['name']}", group.get("overrides"), expected, "add it"))
+            start += int(group.get("num_gpus", 0))
+    found = start - (0 if config.cluster.colocate else plan.trainer_gpus)
+    if found != plan.rollout_gpus:
+        raise ConfigError(
+            explain(where, f"{found} GPUs", f"{plan.rollout_gpus}, as in the cluster section", "make both agree")
+        )
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML text of a plain tree."""
+    return yaml.safe_dump(dict(tree), sort_keys=False)

@@ -1,0 +1,104 @@
+"""How much memory a GPU and a machine need, from the sizes alone. docs/scaling.md derives every formula; bytes throughout.
+
+Trainer: bf16 weights (2), float32 gradients (4), and of the distributed optimizer float32 masters and two moments (12, cut by
+the data parallel size); kept activations; logits. Engine: bf16 weights, and what its share of the GPU leaves for the KV cache.
+`RESERVED` is an assumption (contexts of two processes, NCCL, fragments), not a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_tandem.config import ClusterConfig
+from slime_tandem.local.architecture import Architecture
+from slime_tandem.slime_launch.sizes import parameters
+
+GIB = 2**30
+WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+LOGIT = 12
+"""Bytes per logit: float32 logits, the softmax kept for the backward pass, its gradient (slime: ppo_utils.py)."""
+RESERVED = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Of the fullest rank, in bytes. `parameters`: weights that it holds."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Everything but the reserve."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of one GPU of an engine, in bytes; `kv_tokens`: tokens that its KV cache holds (of the engine, not of the GPU)."""
+
+    weights: int
+    kv_per_token: int
+    kv_tokens: int
+
+
+def rank_parameters(arch: Architecture, tensor: int, pipeline: int) -> int:
+    """Weights on the fullest rank: matrices are cut by `tensor`, norms are not; embedding and head at the ends of the pipeline.
+
+    A tied head is the embedding; with a pipeline the last stage has a copy.
+    """
+    H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
+    q, kv = arch.num_heads * D, arch.num_kv_heads * D
+    cut = H * (q + 2 * kv) + q * H + 3 * H * f + (q + 2 * kv if arch.qkv_bias else 0)
+    whole = 2 * H + (2 * D if arch.qk_norm else 0)
+    table = arch.vocab_size * H // tensor
+    tables = 2 if pipeline == 1 and not arch.tied else 1
+    return math.ceil(arch.num_layers / pipeline) * (cut // tensor + whole) + tables * table + H
+
+
+def activation_bytes(arch: Architecture, *, recompute: bool) -> int:
+    """Kept bytes per token and layer, bf16: the layer's input alone, or what every operation in it needs again."""
+    H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
+    q, kv = arch.num_heads * D, arch.num_kv_heads * D
+    if recompute:
+        return 2 * H
+    # input, its norm, q k v, attention's output, second input, its norm, gate and up, their product
+    return 2 * (4 * H + (q + 2 * kv) + q + 3 * f)
+
+
+def trainer_memory(arch: Architecture, cluster: ClusterConfig, trainer_gpus: int) -> TrainerMemory:
+    """Of the fullest rank of the trainer. Stages of a pipeline hold the activations of up to `pipeline` micro-batches."""
+    t, p = cluster.tensor_parallel, cluster.pipeline_parallel
+    held = rank_parameters(arch, t, p)
+    shards = trainer_gpus // (t * p)  # data and context parallel ranks share the optimizer
+    tokens, layers = cluster.max_tokens_per_gpu, math.ceil(arch.num_layers / p)
+    activations = p * layers * tokens * activation_bytes(arch, recompute=cluster.recompute) // t
+    if cluster.recompute:  # one layer at a time is computed again
+        activations += tokens * activation_bytes(arch, recompute=False) // t
+    return TrainerMemory(
+        parameters=held,
+        weights=WEIGHT * held,
+        gradients=GRADIENT * held,
+        optimizer=OPTIMIZER * held // shards,
+        activations=activations,
+        logits=LOGIT * tokens * math.ceil(arch.vocab_size / t),
+    )
+
+
+def engine_memory(models: Sequence[Architecture], tp: int, cluster: ClusterConfig) -> EngineMemory:
+    """Of an engine that holds these models (two in a fused one) with one pool. KV heads are copied where `tp` exceeds them."""
+    weights = sum(WEIGHT * parameters(arch) // tp for arch in models)
+    kv = sum(2 * WEIGHT * arch.num_layers * max(1, arch.num_kv_heads // tp) * arch.head_dim for arch in models)
+    room = int(cluster.mem_fraction * cluster.gpu_memory_gib * GIB) - weights
+    return EngineMemory(weights=weights, kv_per_token=kv, kv_tokens=max(0, room // kv))
+
+
+def host_bytes(trainer: TrainerMemory, *, offloaded: bool, reference: bool) -> int:
+    """Main memory per GPU of the trainer: pinned weights (one more copy for a reference), and with colocation the optimizer."""
+    return trainer.weights * (2 if reference else 1) + (trainer.optimizer if offloaded else 0)
