@@ -531,8 +531,9 @@ def _slime_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> P
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from slime_tandem.local.conversion import Job, convert, is_moe, read_model_args, slime_command, verify
+    from slime_tandem.local.conversion import Job, convert, is_moe, slime_command, verify
     from slime_tandem.local.torch_dist import find_torch_dist
+    from slime_tandem.slime_launch.sizes import read_model_args
 
     if not args.max_file_gib > 0:
         raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a number above 0", "e.g. 4"))

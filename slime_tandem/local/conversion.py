@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -355,20 +354,6 @@ def _found(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def read_model_args(file: Path) -> list[str]:
-    """MODEL_ARGS of a shell file as slime's scripts/models/*.sh are written. Raises ConfigError for a file without."""
-    script = 'set -e; source "$1"; ((${#MODEL_ARGS[@]} > 0)); printf "%s\\0" "${MODEL_ARGS[@]}"'
-    done = subprocess.run(["bash", "-c", script, "bash", str(file)], capture_output=True, text=True, check=False)  # noqa: S603, S607
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it sets none"])[-1]
-        raise ConfigError(
-            explain(
-                "--model-args", str(file), f"a shell file that sets MODEL_ARGS ({why})", "see scripts/train/models/"
-            )
-        )
-    return done.stdout.split("\0")[:-1]
 
 
 class _Work:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ConfigError, ModelError, explain
 from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 
 Rope = tuple[tuple[str, float | int | str], ...]
@@ -143,6 +144,20 @@ def model_flags(arch: Architecture) -> list[str]:
     if not arch.tied:
         flags.append("--untie-embeddings-and-output-weights")
     return flags
+
+
+def read_model_args(file: Path) -> list[str]:
+    """MODEL_ARGS of a shell file as slime's scripts/models/*.sh are written. Raises ConfigError for a file without."""
+    script = 'set -e; source "$1"; ((${#MODEL_ARGS[@]} > 0)); printf "%s\\0" "${MODEL_ARGS[@]}"'
+    done = subprocess.run(["bash", "-c", script, "bash", str(file)], capture_output=True, text=True, check=False)  # noqa: S603, S607
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it sets none"])[-1]
+        raise ConfigError(
+            explain(
+                "--model-args", str(file), f"a shell file that sets MODEL_ARGS ({why})", "see scripts/train/models/"
+            )
+        )
+    return done.stdout.split("\0")[:-1]
 
 
 def model_file(name: str) -> str:

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # Megatron's flags for llama3.2-3B; written by python -m slime_tandem.slime_launch.sizes, do not edit.
-# slime 624b824a does not hand the factor on and trains with 8 (model_provider.py): `slime-tandem config` refuses that.
+# slime 624b824a hands no factor on (model_provider.py) and trains with 8; `slime-tandem config` refuses it.
 MODEL_ARGS=(
   --swiglu
   --num-layers 28

@@ -1,0 +1,229 @@
+"""One configuration as slime's flags: what is said, what is refused, and that slime's own parser knows every word."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slime_tandem import cli
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError
+from slime_tandem.local.tasks import TaskSet, is_held_out, parse_messages
+from slime_tandem.slime_launch.flags import HOOKS, SETTINGS_KEY, plan, split
+
+Sized = Callable[..., RunConfig]
+
+
+def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
+    config = sized(
+        seed=7,
+        sampling={"max_new_tokens": 512, "stop": ["\n\n", "END"]},
+        train={"steps": 3, "updates_per_step": 2, "save_every": 5},
+        objective={"clip_low": 0.1, "kl_coef": 0.01, "kl_estimator": "k2", "scale_advantages": "std"},
+        optimizer={"lr": 1e-6, "warmup_steps": 4},
+        cluster={"reward": "math", "reference": "/ckpt/ref"},
+        tandem={"prob_senior": 0.3},
+    )
+    launch = plan(config, tmp_path / "launch")
+    flags = split(launch.flags)
+    assert len(flags) == sum(word.startswith("--") for word in launch.flags), "no flag twice"
+    said = {
+        "--seed": ["7"],
+        "--num-rollout": ["3"],
+        "--num-steps-per-rollout": ["2"],
+        "--rollout-batch-size": ["6"],
+        "--n-samples-per-prompt": ["8"],
+        "--rollout-stop": ["\n\n", "END"],
+        "--eps-clip": ["0.1"],
+        "--kl-loss-coef": ["0.01"],
+        "--kl-loss-type": ["k2"],
+        "--use-kl-loss": [],
+        "--lr": ["1e-06"],
+        "--lr-warmup-iters": ["4"],
+        "--save-interval": ["5"],
+        "--rm-type": ["math"],
+        "--ref-load": ["/ckpt/ref"],
+        "--actor-num-gpus-per-node": ["6"],
+        "--rollout-num-gpus": ["8"],
+        "--colocate": [],
+        "--loss-type": ["custom_loss"],
+        "--use-rollout-logprobs": [],
+    }
+    assert {name: flags[name] for name in said} == said
+    assert "--disable-grpo-std-normalization" not in flags
+    assert {flag: flags[flag] for flag in HOOKS} == {
+        flag: [f"slime_tandem.slime_hooks.{path}"] for flag, path in HOOKS.items()
+    }
+    settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])
+    assert list(settings) == [SETTINGS_KEY], "slime sets every key on its arguments"
+    assert settings[SETTINGS_KEY]["tandem"] == {"prob_senior": 0.3}
+    assert not {"optimizer", "train", "seed", "cluster", "sampling"} & settings[SETTINGS_KEY].keys()
+    # What is left to the file and what the flags say make the same run.
+    assert RunConfig.from_mapping(settings[SETTINGS_KEY]).objective == config.objective
+
+
+def test_prompts_are_those_of_the_local_run(sized: Sized, tmp_path: Path) -> None:
+    config = sized(eval={"every": 1, "prompts": 4}, train={"steps": 2})
+    launch = plan(config, tmp_path)
+    tasks = TaskSet(config.tasks, config.seed)
+    lines = [json.loads(line) for line in launch.files[tmp_path / "prompts.jsonl"].splitlines()]
+    messages = [parse_messages(line["messages"], "x", may_be_text=False) for line in lines]
+    assert messages == [p.messages for step in range(2) for p in tasks.train_prompts(step, 6)]
+    held = [json.loads(line) for line in launch.files[tmp_path / "heldout.jsonl"].splitlines()]
+    assert len(held) == 4
+    assert all(is_held_out(parse_messages(line["messages"], "x", may_be_text=False)) for line in held)
+    assert split(launch.flags)["--eval-prompt-data"] == ["heldout", str(tmp_path / "heldout.jsonl")]
+
+
+def test_a_prompt_file_goes_whole_but_for_its_held_out_tenth(sized: Sized, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "label": i + 1}) + "\n" for i in range(60)))
+    launch = plan(sized(tasks=[{"family": "jsonl", "path": str(file)}]), tmp_path / "launch")
+    count = launch.files[tmp_path / "launch" / "prompts.jsonl"].count("\n")
+    assert 45 < count < 60
+    assert "--rollout-shuffle" in launch.flags
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--rollout-temperature", "0.7"], r"--rollout-temperature='0\.7': expected 1, what the configuration says"),
+        (["--rollout-top-p=0.9"], r"--rollout-top-p='0\.9'"),
+        (["--loss-type", "policy_loss"], "--loss-type"),
+        (["--custom-generate-function-path", "mine.generate"], "--custom-generate-function-path"),
+        (["--use-rollout-routing-replay"], "no routes to replay"),
+        (["--use-routing-replay"], "no routes to replay"),
+        (["--normalize-advantages"], "whitening"),
+        (["--use-opd"], "twice"),
+        (["stray"], "a flag first"),
+        (["--sglang-config", "/no/such.yaml"], "an existing YAML file"),
+    ],
+)
+def test_flags_that_contradict_are_refused(sized: Sized, tmp_path: Path, extra: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(sized(), tmp_path, extra=extra)
+
+
+def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path: Path) -> None:
+    launch = plan(
+        sized(), tmp_path, extra=["--rollout-temperature", "1", "--use-tensorboard", "--tb-project-name", "a b"]
+    )
+    assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "a b"]
+    assert sum(word == "--rollout-temperature" for word in launch.flags) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {"senior": "qwen3-32B"}}, "memory of the trainer, GiB a GPU="),
+        ({"models": {"teacher": "qwen3-32B"}}, "KV cache of teacher, tokens=0"),
+        ({"models": {"senior": "llama3.2-3B"}}, r"rope_parameters\.factor=32\.0: expected 8"),
+        ({"engine": {"senior_url": "http://10.0.0.1:1"}}, "engine.senior_url"),
+        ({"train": {"prompts_per_step": 5}}, "responses of an update=40: expected a multiple of 6"),
+        ({"cluster": {"tensor_parallel": 3}}, "a divisor of 32, the senior's attention heads"),
+        ({"cluster": {"pipeline_parallel": 5, "trainer_gpus": 5}}, "a divisor of 36, its layers"),
+        ({"cluster": {"teacher_gpus": 3, "teacher_tp": 3}}, "cluster.teacher_tp=3: expected a divisor of 32"),
+        ({"cluster": {"host_memory_gib": 16}}, "main memory of a machine, GiB="),
+        ({"control": True}, "control"),
+        ({"train": {"steps": 0}}, "train.steps"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    sized: Sized, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(sized(**changes), tmp_path)
+
+
+def test_larger_models_fit_when_they_are_cut(sized: Sized, tmp_path: Path) -> None:
+    cluster = {
+        "nodes": 4,
+        "tensor_parallel": 8,
+        "trainer_gpus": 16,
+        "teacher_gpus": 4,
+        "teacher_tp": 4,
+        "senior_tp": 2,
+        "senior_gpus": 16,
+    }
+    models = {"senior": "qwen3-32B", "teacher": "llama3.1-70B"}
+    launch = plan(sized(models=models, cluster=cluster, train={"prompts_per_step": 16}), tmp_path)
+    flags = split(launch.flags)
+    assert flags["--actor-num-nodes"] == ["2"]
+    assert "--sequence-parallel" in flags
+    assert any(note.startswith("memory, GiB a GPU of 79: trainer weights") for note in launch.notes)
+
+
+def test_servers_that_must_answer_first(sized: Sized, tmp_path: Path) -> None:
+    launch = plan(sized(engine={"teacher_url": "http://10.0.0.2:30000"}, train={"prompts_per_step": 7}), tmp_path)
+    assert "SERVER_URLS=(http://10.0.0.2:30000)\n" in launch.shell()
+
+
+def test_the_command_writes_files_that_a_shell_and_yaml_can_read(
+    tmp_path: Path, trio: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {
+        "models": {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")},
+        "tasks": [{"family": "chain_sum"}],
+        "train": {"steps": 1, "prompts_per_step": 6, "samples_per_prompt": 2},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    folder = tmp_path / "with 'quotes' and spaces"
+    argv = ["config", "--check", str(tmp_path / "c.yaml"), "--slime", str(folder), "--", "--use-tensorboard"]
+    assert cli.main(argv) == 0
+    script = capsys.readouterr().out + 'printf "%s\\0" "${SLIME_FLAGS[@]}"'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    flags = split(done.stdout.split("\0")[:-1])
+    assert "--use-tensorboard" in flags
+    servers = yaml.safe_load(Path(flags["--sglang-config"][0]).read_text())["sglang"]
+    assert [m["model_path"] for m in servers] == [str(trio.senior), str(trio.junior), str(trio.teacher)]
+    assert Path(flags["--custom-config-path"][0]).parent == folder
+    assert cli.main(["config", "--check", str(tmp_path / "c.yaml"), "--", "--lr", "1"]) == 2
+
+
+@pytest.mark.skipif(
+    not {"SLIME_DIR", "MEGATRON_LM_DIR", "SLIME_TANDEM_SLIME_PYTHON"} <= os.environ.keys(),
+    reason="needs SLIME_DIR and MEGATRON_LM_DIR (checkouts) and SLIME_TANDEM_SLIME_PYTHON (has sglang, sglang_router, ray)",
+)
+def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> None:
+    path = [str(Path(cli.__file__).parents[1]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("SLIME_TANDEM_SLIME_PATH", "")])}
+    config = sized(
+        objective={"kl_coef": 0.1},
+        sampling={"stop": ["x"]},
+        eval={"every": 1, "prompts": 2},
+        cluster={"tensor_parallel": 2, "reward": "math", "layer_spec": "own"},
+    )
+    fused = (
+        {},
+        [
+            "--hf-checkpoint",
+            "m",
+            "--sglang-json-model-override-args",
+            "{}",
+            "--sglang-attention-backend",
+            "triton",
+            "--sglang-sampling-backend",
+            "pytorch",
+            "--sglang-grammar-backend",
+            "none",
+            "--sglang-enable-weights-cpu-backup",
+        ],
+    )
+    flags = plan(
+        config.model_copy(update={"engine": config.engine.model_copy(update={"mode": "fused"})}), tmp_path, fused=fused
+    ).flags
+    flags = [*flags, *plan(sized(models={"senior": "llama3.1-8B"}, cluster={"tensor_parallel": 2}), tmp_path).flags]
+    flags += plan(sized(models={"senior": "qwen2.5-7B"}, cluster={"tensor_parallel": 2}), tmp_path).flags
+    python = [os.environ["SLIME_TANDEM_SLIME_PYTHON"], "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser"]
+    done = subprocess.run(
+        [*python, *flags, "--rollout-temprature", "1"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "slime knows nothing of: --rollout-temprature 1"

@@ -1,0 +1,91 @@
+"""The estimate against cases computed by hand, and a model whose parameters are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tandem.config import ClusterConfig
+from slime_tandem.local.architecture import Architecture
+from slime_tandem.slime_launch.memory import (
+    GIB,
+    activation_bytes,
+    engine_memory,
+    host_bytes,
+    rank_parameters,
+    trainer_memory,
+)
+from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
+
+TOY = Architecture("llama", 2, 4, 2, 1, 2, 8, 10, 1e-5, 64, False, ())
+"""H 4, two heads of 2, one KV head, MLP 8, vocabulary 10, two layers, untied."""
+
+
+def test_by_hand() -> None:
+    # A layer: q 4x4, k and v 2x4 each, o 4x4, gate, up and down 4x8 each: 16 + 8 + 8 + 16 + 96 = 144, and two norms of 4.
+    assert parameters(TOY) == 2 * (144 + 8) + 2 * 40 + 4 == 388
+    assert rank_parameters(TOY, 1, 1) == 388
+    assert rank_parameters(TOY, 2, 1) == 2 * (72 + 8) + 2 * 20 + 4 == 204
+    assert rank_parameters(TOY, 1, 2) == 152 + 40 + 4 == 196
+    # Kept per token and layer: 4 H-wide tensors, q k v (4 + 2 + 2), attention's output 4, 3 MLP-wide ones: 16 + 8 + 4 + 24.
+    assert activation_bytes(TOY, recompute=False) == 2 * 52
+    assert activation_bytes(TOY, recompute=True) == 2 * 4
+
+
+def test_a_trainer_by_hand() -> None:
+    cluster = ClusterConfig(tensor_parallel=2, max_tokens_per_gpu=100, recompute=False)
+    m = trainer_memory(TOY, cluster, 8)
+    assert (m.weights, m.gradients) == (2 * 204, 4 * 204)
+    assert m.optimizer == 12 * 204 // 4  # 8 GPUs in 4 data parallel pairs
+    assert m.activations == 2 * 100 * 104 // 2
+    assert m.logits == 12 * 100 * 5
+    assert m.total == m.weights + m.gradients + m.optimizer + m.activations + m.logits
+    again = trainer_memory(TOY, cluster.model_copy(update={"recompute": True}), 8)
+    assert again.activations == (2 * 100 * 8) // 2 + 100 * 104 // 2
+    assert host_bytes(m, offloaded=True, reference=True) == 2 * m.weights + m.optimizer
+    assert host_bytes(m, offloaded=False, reference=False) == m.weights
+
+
+def test_context_parallel_ranks_share_the_optimizer() -> None:
+    with_cp = trainer_memory(TOY, ClusterConfig(context_parallel=4), 8)
+    assert with_cp.optimizer == 12 * 388 // 8
+
+
+def test_an_engine_by_hand() -> None:
+    cluster = ClusterConfig(gpu_memory_gib=1.0, mem_fraction=0.5)
+    e = engine_memory([TOY], 1, cluster)
+    assert (e.weights, e.kv_per_token) == (776, 2 * 2 * 2 * 1 * 2)
+    assert e.kv_tokens == (GIB // 2 - 776) // 16
+    assert engine_memory([TOY], 2, cluster).kv_per_token == 16  # one KV head: both GPUs hold it
+    both = engine_memory([TOY, TOY], 1, cluster)
+    assert (both.weights, both.kv_per_token) == (2 * 776, 32)
+    assert engine_memory([PUBLISHED["qwen3-4B"]], 1, cluster).kv_tokens == 0
+
+
+def test_a_known_size() -> None:
+    # Qwen3-4B: 36 layers, 8 KV heads of 128, bf16 keys and values: 2 * 2 * 36 * 8 * 128 bytes a token.
+    e = engine_memory([PUBLISHED["qwen3-4B"]], 1, ClusterConfig())
+    assert e.kv_per_token == 147456
+    assert e.weights == 2 * 4022468096
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_one_rank_alone_holds_every_weight(name: str) -> None:
+    assert rank_parameters(PUBLISHED[name], 1, 1) == parameters(PUBLISHED[name])
+
+
+@given(name=st.sampled_from(sorted(PUBLISHED)), t=st.sampled_from([1, 2, 4, 8]), p=st.sampled_from([1, 2, 4]))
+def test_ranks_together_hold_at_least_every_weight_and_cutting_never_costs(name: str, t: int, p: int) -> None:
+    arch = PUBLISHED[name]
+    held = rank_parameters(arch, t, p)
+    assert held * t * p >= parameters(arch)
+    assert held <= rank_parameters(arch, 1, 1)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "ffn_size", "vocab_size"])
+def test_more_model_needs_more_memory(field: str) -> None:
+    larger = dataclasses.replace(TOY, **{field: 2 * getattr(TOY, field)})
+    assert trainer_memory(larger, ClusterConfig(), 8).total > trainer_memory(TOY, ClusterConfig(), 8).total
