@@ -46,6 +46,8 @@ HOOKS: dict[str, str] = {
     "--custom-megatron-init-path": "hooks.megatron_init",
 }
 """Every import string of ours, by slime's flag."""
+REWARD = "hooks.reward"
+"""The same for `--custom-rm-path`, where `cluster.reward` names none of slime's."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
 LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
@@ -200,6 +202,10 @@ def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str
         raise ConfigError(
             explain("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
         )
+    unlabelled = next((p for p in train if p.label is None), None)
+    if unlabelled is not None and config.cluster.reward is None:
+        expected = "a label on every prompt, which the reward compares answers with"
+        raise ConfigError(explain("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward"))
     files = {folder / "prompts.jsonl": train}
     flags = [
         "--prompt-data",
@@ -269,9 +275,8 @@ def _rollout(config: RunConfig) -> list[str]:
     flags += ["--rollout-top-p", f"{s.top_p:g}", "--rollout-top-k", str(s.top_k)]
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
-    if config.cluster.reward is not None:
-        flags += ["--rm-type", config.cluster.reward]
-    return flags
+    reward = config.cluster.reward
+    return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
 
 
 def _objective(config: RunConfig) -> list[str]:

@@ -23,12 +23,18 @@ ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
 
 
 def teacher_models(config: RunConfig) -> dict[str, str]:
-    """Folder of each teacher that slime is to serve, by its name in the file: those without a URL of their own."""
+    """Folder of each teacher that slime is to serve, by its name in the file: those without a URL of their own.
+
+    Raises ConfigError for a teacher with the name of another model.
+    """
     if not config.opd.enabled:
         return {}
     if not config.opd.teachers:
         return {} if config.engine.teacher_url else {TEACHER: config.models.teacher}
-    return {f"{TEACHER}-{t.name}": t.model for t in config.opd.teachers if t.url is None}
+    for t in config.opd.teachers:
+        if t.name in (ACTOR, JUNIOR, "senior"):
+            raise ConfigError(explain("opd.teachers name", t.name, "no name of another model of the job", "rename it"))
+    return {t.name: t.model for t in config.opd.teachers if t.url is None}
 
 
 def junior_model(config: RunConfig) -> dict[str, str]:

@@ -57,7 +57,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--use-rollout-logprobs": [],
     }
     assert {name: flags[name] for name in said} == said
-    assert "--disable-grpo-std-normalization" not in flags
+    assert not {"--disable-grpo-std-normalization", "--custom-rm-path"} & flags.keys()
     assert {flag: flags[flag] for flag in HOOKS} == {
         flag: [f"slime_tandem.slime_hooks.{path}"] for flag, path in HOOKS.items()
     }

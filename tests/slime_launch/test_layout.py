@@ -60,7 +60,11 @@ def test_who_is_not_served(sized: Sized) -> None:
     assert list(groups(sized(engine=urls))) == ["actor"]
     teachers = [{"name": "a", "model": "qwen3-8B"}, {"name": "b", "model": "qwen3-8B", "url": "http://10.0.0.2:30000"}]
     several = sized(models={"teacher": "builtin:teacher"}, opd={"teachers": teachers})
-    assert list(groups(several)) == ["actor", "junior", "teacher-a"]
+    assert list(groups(several)) == ["actor", "junior", "a"]
+    for name in ("actor", "junior", "senior"):
+        clash = sized(models={"teacher": "builtin:teacher"}, opd={"teachers": [{"name": name, "model": "qwen3-8B"}]})
+        with pytest.raises(ConfigError, match="no name of another model"):
+            layout(clash)
 
 
 @pytest.mark.parametrize(
