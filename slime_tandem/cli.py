@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -196,7 +197,9 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--top-k", type=int, default=16, help="length of student's and teacher's lists (opd.selection.top_k)"
     )
-    sub.add_argument("--backend", choices=("local", "slime"), default="local", help="slime: its flags, with --dry-run")
+    sub.add_argument(
+        "--backend", choices=("local", "slime"), default="local", help="slime: each run by submit_slime.sh"
+    )
     sub.add_argument("--dry-run", action="store_true", help="print what would be run")
     sub.set_defaults(action=_suite)
 
@@ -478,8 +481,12 @@ def _suite(args: argparse.Namespace) -> int:
         args.overrides,
         args.top_k,
     )
-    run = slime_suite if args.backend == "slime" else run_suite
-    run(suite, dry_run=args.dry_run, say=lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    if args.backend == "slime":
+        submit = Path(__file__).parents[1] / "scripts" / "train" / "submit_slime.sh"
+        slime_suite(suite, dry_run=args.dry_run, submit=submit, plan=_slime_plan, say=say)
+    else:
+        run_suite(suite, dry_run=args.dry_run, say=say)
     return 0
 
 

@@ -636,7 +636,7 @@ class ClusterConfig(Section):
     trainer_gpus: int | None = Field(
         None,
         ge=1,
-        description="the trainer's, from the first on; null with colocate: all that junior and teachers leave",
+        description="the trainer's, from the first on; null with colocate: what fits of those that the frozen models leave",
     )
     senior_gpus: int | None = Field(
         None,

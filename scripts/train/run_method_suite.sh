@@ -6,7 +6,7 @@
 #   OPD_TOPK_METRICS_K   length of student's and teacher's lists (opd.selection.top_k)
 #   OUTPUT_ROOT          folder of the suite; a half-done suite there is gone on with
 #   CONFIG               base configuration
-#   BACKEND              local, or slime (prints flags; runs as soon as the hooks for slime exist)
+#   BACKEND              local, or slime: STUDENT_HF, TEACHER_MODEL, JUNIOR_MODEL (tandem methods), PROMPT_DATA, and what slime_lib.sh lists
 #   DRY_RUN=1            prints what would be run
 # Arguments are settings of all runs, e.g. opd.selection.missing_mass=rest. A tandem suite:
 #   METHOD_LIST="solo_grpo:1.0:10 tandem_word:0.5:20 tandem_word:0.25:21 tandem_sentence:0.5:30" bash scripts/train/run_method_suite.sh
@@ -14,12 +14,37 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 METHOD_LIST="${METHOD_LIST:-pure_opd:1.0:10 teachability:0.10:20 entropy:0.10:30 teachability_entropy:0.10:40 tip:0.10:50}"
 OUTPUT_ROOT="${OUTPUT_ROOT:-runs/methods}"
+BACKEND="${BACKEND:-local}"
 flags=()
 if [[ -n "${NUM_ROLLOUT:-}" ]]; then flags+=("train.steps=$NUM_ROLLOUT"); fi
-command=("$VENV/bin/slime-tandem" suite "$OUTPUT_ROOT" --methods "$METHOD_LIST" --seeds "${SEEDS:-0 1 2}"
-  --config "${CONFIG:-scripts/train/configs/methods.yaml}" --top-k "${OPD_TOPK_METRICS_K:-16}" --backend "${BACKEND:-local}" --set "${flags[@]}" "$@")
-setup_venv base
+dry=()
+if [[ "${DRY_RUN:-0}" == 1 ]]; then dry=(--dry-run); fi
+suite=(suite "$OUTPUT_ROOT" --methods "$METHOD_LIST" --seeds "${SEEDS:-0 1 2}" --top-k "${OPD_TOPK_METRICS_K:-16}" --backend "$BACKEND")
 cd "$REPO"
+if [[ "$BACKEND" == slime ]]; then
+  source scripts/train/slime_lib.sh
+  beside="$(dirname "$REPO")"
+  STUDENT_HF="${STUDENT_HF:-$beside/models/Qwen3-1.7B}"
+  TEACHER_MODEL="${TEACHER_MODEL:-$beside/models/Qwen3-8B}"
+  PROMPT_DATA="${PROMPT_DATA:-$beside/data/train.jsonl}"
+  CONFIG="${CONFIG:-scripts/train/configs/slime_opd.yaml}"
+  need_slime
+  need_model STUDENT_HF "the trainable student"
+  need_model TEACHER_MODEL "the teacher"
+  need_file PROMPT_DATA "prompts with labels"
+  flags+=("models.senior=$STUDENT_HF" "models.teacher=$TEACHER_MODEL" "tasks=[{family: jsonl, path: '$PROMPT_DATA'}]"
+    "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
+  if [[ " $METHOD_LIST" == *" tandem_"* ]]; then
+    JUNIOR_MODEL="${JUNIOR_MODEL:-$beside/models/Qwen3-0.6B}"
+    need_model JUNIOR_MODEL "the frozen junior"
+    flags+=("models.junior=$JUNIOR_MODEL")
+  fi
+  start_ray
+  "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@"
+  exit
+fi
+command=("$VENV/bin/slime-tandem" "${suite[@]}" --config "${CONFIG:-scripts/train/configs/methods.yaml}" --set "${flags[@]}" "$@")
+setup_venv base
 if [[ "${DRY_RUN:-0}" == 1 && -x "$VENV/bin/slime-tandem" ]]; then
   "${command[@]}" --dry-run
 else

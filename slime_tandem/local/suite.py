@@ -16,22 +16,26 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName, Strategy
-from slime_tandem.errors import ConfigError, RunDirError, explain
+from slime_tandem.errors import ConfigError, EngineError, RunDirError, explain
 from slime_tandem.report.suite import MAPPING, MAPPING_COLUMNS, read_mapping
 from slime_tandem.report.summary import summarise
 from slime_tandem.report.writer import disk_errors, replace_file, require_same_settings
 
+if TYPE_CHECKING:
+    from slime_tandem.slime_launch.flags import Plan
+
 Backend = Literal["local", "slime"]
-_HOOKS = "slime_tandem.slime_hooks"
+_SLIME_DONE = "slime_done"
+"""In a run's folder, the number of rollouts that slime has ended with."""
 _ENTRY = re.compile(r"([a-z0-9_]+):([0-9.]+):([0-9]{1,6})")
 _SELECTORS = tuple(n for part in get_args(SelectorName) for n in (get_args(part) or (part,)))
 _TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in get_args(Strategy)))
@@ -150,14 +154,7 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
         if (config.run_dir / "config.yaml").exists():
             require_same_settings(config.run_dir / "config.yaml", config)
     if not dry_run:
-        with disk_errors(suite.folder):
-            suite.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(suite.folder / ".mapping.lock"):  # another part of the suite may be starting
-                text = io.StringIO()
-                writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(_merged(suite.folder, runs))
-                replace_file(suite.folder / MAPPING, text.getvalue().encode())
+        _write_mapping(suite.folder, runs)
     for number, (method, seed, config) in enumerate(runs, 1):
         state = _state(config)
         say(f"[{number}/{len(runs)}] {config.name}: {state}")
@@ -170,6 +167,17 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
             from slime_tandem.local.run import train  # torch, Megatron: not for a dry run
 
             train(config, resume=True)
+
+
+def _write_mapping(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> None:
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".mapping.lock"):  # another part of the suite may be starting
+            text = io.StringIO()
+            writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(_merged(folder, runs))
+            replace_file(folder / MAPPING, text.getvalue().encode())
 
 
 def _state(config: RunConfig) -> Literal["new", "half", "finished"]:
@@ -199,24 +207,41 @@ def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list
     return sorted(rows.values(), key=lambda row: (int(row["idx"]), int(row["seed"])))
 
 
-def slime_suite(suite: Suite, *, dry_run: bool, say: Callable[[str], None] = print) -> None:
-    """The same methods as flags of slime's `train.py`: printed for a dry run.
+def slime_suite(
+    suite: Suite,
+    *,
+    dry_run: bool,
+    submit: Path,
+    plan: Callable[[RunConfig, Path], Plan],
+    say: Callable[[str], None] = print,
+) -> None:
+    """The same methods under slime: of each unfinished run the launch files, then `bash submit FOLDER` (submit_slime.sh).
 
-    Raises ConfigError otherwise, as long as the hooks that these flags need are not part of this package.
+    `plan` makes the launch of a configuration. A run that slime has ended with success is finished; any other starts from its
+    last checkpoint. All plans are made before anything runs. Raises EngineError for a run that fails.
     """
-    for method, seed, config in suite.runs():
-        flags = ["--advantage-estimator", "grpo", "--seed", str(seed), "--num-rollout", str(config.train.steps)]
-        flags += ["--n-samples-per-prompt", str(config.train.samples_per_prompt)]
-        flags += ["--rollout-batch-size", str(config.train.prompts_per_step)]
-        if config.opd.enabled:  # the trainer's own log-probs, without slime's own distillation on top (coefficient 0)
-            flags += ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "0"]
-        say(f"{config.name}: {shlex.join(flags)}")
-        say(f"  slime_tandem settings: {shlex.join(suite.settings(method, seed))}")
-    if find_spec(_HOOKS) is None:
-        if not dry_run:
-            raise ConfigError(
-                explain("BACKEND", "slime", f"local: the hooks for slime ({_HOOKS}) are not there yet", "BACKEND=local")
-            )
-        say("the hooks that carry these settings into slime are not there yet; with them missing, only DRY_RUN=1 works")
-    elif not dry_run:
-        raise ConfigError(explain("BACKEND", "slime", "DRY_RUN=1", "start slime's train.py with the printed flags"))
+    if not submit.is_file():
+        raise ConfigError(explain("BACKEND", "slime", f"the script {submit}", "run from a checkout of this repository"))
+    runs = suite.runs()
+    _merged(suite.folder, runs)
+    plans = [plan(config, config.run_dir / "slime_launch") for _, _, config in runs]
+    if not dry_run:
+        _write_mapping(suite.folder, runs)
+    for number, ((_, _, config), launch) in enumerate(zip(runs, plans, strict=True), 1):
+        folder, done = config.run_dir / "slime_launch", config.run_dir / _SLIME_DONE
+        finished = done.is_file() and int(done.read_text(encoding="utf-8")) >= config.train.steps
+        say(f"[{number}/{len(runs)}] {config.name}: {'finished' if finished else 'to run'}")
+        command = ["bash", str(submit), str(folder)]
+        if dry_run:
+            say("\n".join((launch.shell().rstrip(), shlex.join(command))))
+        elif not finished:
+            launch.write()
+            replace_file(folder / "launch.sh", launch.shell().encode())
+            code = subprocess.run(command, check=False).returncode  # noqa: S603 - our own script, no shell
+            if code:
+                raise EngineError(
+                    explain(
+                        f"run {config.name}", f"exit code {code}", "0 from slime's train.py", "see Ray's log of the job"
+                    )
+                )
+            replace_file(done, str(config.train.steps).encode())

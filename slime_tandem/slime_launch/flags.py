@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +47,8 @@ HOOKS: dict[str, str] = {
 """Every import string of ours, by slime's flag."""
 REWARD = "hooks.reward"
 """The same for `--custom-rm-path`, where `cluster.reward` names none of slime's."""
+WITH_JUNIOR = "hooks.generate_with_junior"
+"""The same for an evaluation set that senior and junior write together."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
 LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
@@ -139,6 +140,7 @@ def plan(
     if config.cluster.layer_spec == "own":
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
+        flags += ["--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
     environment: dict[str, str] = {}
     if fused is not None:
         environment, more = fused
@@ -221,16 +223,21 @@ def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str
     if all(spec.family == "jsonl" for spec in config.tasks):
         flags.append("--rollout-shuffle")
     if config.eval.every is not None:
-        files[folder / "heldout.jsonl"] = list(islice(tasks.heldout_prompts(config.eval.prompts), config.eval.prompts))
-        flags += [
-            "--eval-interval",
-            str(config.eval.every),
-            "--eval-prompt-data",
-            "heldout",
-            str(folder / "heldout.jsonl"),
-        ]
-        flags += ["--n-samples-per-eval-prompt", str(config.eval.samples_per_prompt)]
-    return flags, {path: "".join(map(_line, prompts)) for path, prompts in files.items()}
+        files[folder / "heldout.jsonl"] = tasks.heldout_prompts(config.eval.prompts)
+        flags += ["--eval-interval", str(config.eval.every), "--eval-config", str(folder / "eval.yaml")]
+    texts = {path: "".join(map(_line, prompts)) for path, prompts in files.items()}
+    if config.eval.every is not None:
+        texts[folder / "eval.yaml"] = to_yaml(_evaluation(config, folder / "heldout.jsonl"))
+    return flags, texts
+
+
+def _evaluation(config: RunConfig, prompts: Path) -> dict[str, Any]:
+    both: dict[str, Any] = {"path": str(prompts), "input_key": "messages", "label_key": "label"}
+    both["n_samples_per_eval_prompt"] = config.eval.samples_per_prompt
+    sets = [{"name": "solo", **both}]
+    if config.tandem.enabled or config.eval.tandem:
+        sets.append({"name": "tandem", **both, "custom_generate_function_path": f"{PACKAGE}.{WITH_JUNIOR}"})
+    return {"eval": {"datasets": sets}}
 
 
 def _line(prompt: Prompt) -> str:

@@ -88,13 +88,20 @@ def layout(config: RunConfig) -> Layout:
     frozen = {**junior_model(config), **teacher_models(config)}
     needs = {name: c.junior_gpus if name == JUNIOR else c.teacher_gpus for name in frozen}
     rest = total - sum(needs.values())
+    parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
+    responses = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
     trainer = c.trainer_gpus
     if trainer is None:
         _require(colocate, "trainer_gpus", None, "a number without colocate", "say how many GPUs train")
-        trainer = rest - rest % (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
+        fitting = (
+            n
+            for n in range(rest, 0, -1)
+            if n % parts == 0 and (n <= c.gpus_per_node or n % c.gpus_per_node == 0) and responses % (n // parts) == 0
+        )
+        trainer = next(fitting, 0)
     senior = c.senior_gpus
     if senior is None:
-        left = min(trainer, rest) if colocate else rest - trainer
+        left = rest if colocate else rest - trainer
         senior = left - left % c.senior_tp
     _require(
         trainer > 0 and senior > 0,
@@ -114,7 +121,6 @@ def layout(config: RunConfig) -> Layout:
         wanted.removesuffix(", "),
         "add GPUs, or ask for fewer",
     )
-    parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
     _require(
         trainer % parts == 0,
         "trainer_gpus",

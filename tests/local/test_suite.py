@@ -11,7 +11,7 @@ import pytest
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig, Selector, Strategy
-from slime_tandem.errors import ConfigError, RunDirError
+from slime_tandem.errors import ConfigError, EngineError, RunDirError
 from slime_tandem.local import run as run_module
 from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite, slime_suite
 from slime_tandem.report.metrics import row_keys
@@ -142,14 +142,45 @@ def test_a_dry_run_prints_commands_and_writes_nothing(tmp_path: Path, capsys: py
     assert not folder.exists()
 
 
-def test_slime_is_told_its_flags_and_refused_until_it_can_be(tmp_path: Path) -> None:
-    said: list[str] = []
-    slime_suite(suite(tmp_path / "s", "tip:0.1:3", "0"), dry_run=True, say=said.append)
-    assert "--advantage-estimator grpo --seed 0 --num-rollout 20" in said[0]
-    assert "--use-opd --opd-type sglang --opd-kl-coef 0" in said[0]
-    assert "opd.selection.selector=tip" in said[1]
-    with pytest.raises(ConfigError, match=r"BACKEND='slime': expected local: the hooks for slime .* are not there yet"):
-        slime_suite(suite(tmp_path / "s", "tip:0.1:3", "0"), dry_run=False, say=said.append)
+def test_slime_runs_what_is_not_finished_by_its_launch_script(tmp_path: Path) -> None:
+    planned, said = [], list[str]()
+
+    class Launch:
+        def __init__(self, config: RunConfig, folder: Path) -> None:
+            planned.append((config.opd.selection.mask, config.seed))
+            self.folder = folder
+
+        def shell(self) -> str:
+            return "SLIME_FLAGS=(--x)\n"
+
+        def write(self) -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    submit = tmp_path / "submit.sh"
+    submit.write_text(
+        '[[ "$(cat "$1/launch.sh")" == "SLIME_FLAGS=(--x)" ]]; echo "$1" >> "$(dirname "$0")/ran"; test ! -e "$0.fail"'
+    )
+
+    def go(*, dry_run: bool = False) -> list[str]:
+        (tmp_path / "ran").write_text("")
+        job = suite(tmp_path / "s", "tip:0.1:3 random:0.1:4", "5")
+        slime_suite(job, dry_run=dry_run, submit=submit, plan=Launch, say=said.append)  # type: ignore[arg-type]
+        return [Path(line).parent.name for line in (tmp_path / "ran").read_text().splitlines()]
+
+    assert go(dry_run=True) == []
+    assert said[1] == f"SLIME_FLAGS=(--x)\nbash {submit} {tmp_path}/s/003-tip-0.1-seed5/slime_launch"
+    assert not (tmp_path / "s").exists()
+    Path(f"{submit}.fail").touch()
+    with pytest.raises(EngineError, match=r"run 003-tip-0\.1-seed5='exit code 1'"):
+        go()
+    Path(f"{submit}.fail").unlink()
+    assert go() == ["003-tip-0.1-seed5", "004-random-0.1-seed5"]
+    assert go() == []
+    assert planned[:2] == [("tip", 5), ("random", 5)]
+    assert [row["run"] for row in read_mapping(tmp_path / "s")] == ["003-tip-0.1-seed5", "004-random-0.1-seed5"]
+    submit.unlink()
+    with pytest.raises(ConfigError, match="BACKEND='slime': expected the script"):
+        go(dry_run=True)
 
 
 def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:

@@ -79,7 +79,11 @@ def test_prompts_are_those_of_the_local_run(sized: Sized, tmp_path: Path) -> Non
     held = [json.loads(line) for line in launch.files[tmp_path / "heldout.jsonl"].splitlines()]
     assert len(held) == 4
     assert all(is_held_out(parse_messages(line["messages"], "x", may_be_text=False)) for line in held)
-    assert split(launch.flags)["--eval-prompt-data"] == ["heldout", str(tmp_path / "heldout.jsonl")]
+    sets = yaml.safe_load(launch.files[Path(split(launch.flags)["--eval-config"][0])])["eval"]["datasets"]
+    assert [(s["name"], s["path"]) for s in sets] == [
+        (name, str(tmp_path / "heldout.jsonl")) for name in ("solo", "tandem")
+    ]
+    assert sets[1]["custom_generate_function_path"] == "slime_tandem.slime_hooks.hooks.generate_with_junior"
 
 
 def test_a_prompt_file_goes_whole_but_for_its_held_out_tenth(sized: Sized, tmp_path: Path) -> None:
@@ -126,7 +130,10 @@ def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path
         ({"models": {"teacher": "qwen3-32B"}}, "KV cache of teacher, tokens=0"),
         ({"models": {"senior": "llama3.2-3B"}}, r"rope_parameters\.factor=32\.0: expected 8"),
         ({"engine": {"senior_url": "http://10.0.0.1:1"}}, "engine.senior_url"),
-        ({"train": {"prompts_per_step": 5}}, "responses of an update=40: expected a multiple of 6"),
+        (
+            {"train": {"prompts_per_step": 5}, "cluster": {"trainer_gpus": 6}},
+            "responses of an update=40: expected a multiple of 6",
+        ),
         ({"cluster": {"tensor_parallel": 3}}, "a divisor of 32, the senior's attention heads"),
         ({"cluster": {"pipeline_parallel": 5, "trainer_gpus": 5}}, "a divisor of 36, its layers"),
         ({"cluster": {"teacher_gpus": 3, "teacher_tp": 3}}, "cluster.teacher_tp=3: expected a divisor of 32"),

@@ -26,6 +26,14 @@ def test_colocated_with_junior_and_teacher_apart(sized: Sized) -> None:
     assert groups(sized()) == {"actor": (0, 6, 1, True), "junior": (6, 1, 1, False), "teacher": (7, 1, 1, False)}
 
 
+def test_the_trainer_takes_as_many_gpus_as_divide_its_batch(sized: Sized) -> None:
+    config = sized(cluster={"nodes": 2}, train={"prompts_per_step": 5})
+    assert layout(config).trainer_gpus == 8, "14 are left, but slime spreads the trainer over whole nodes"
+    assert groups(config)["actor"] == (0, 14, 1, True)
+    assert layout(sized(train={"prompts_per_step": 5})).trainer_gpus == 5, "40 responses, 6 GPUs left"
+    assert layout(sized(cluster={"tensor_parallel": 4})).trainer_gpus == 4
+
+
 def test_all_on_the_trainers_gpus(sized: Sized) -> None:
     config = sized(cluster={"trainer_gpus": 8, "teacher_gpus": 2, "teacher_tp": 2})
     assert groups(config) == {"actor": (0, 5, 1, True), "junior": (5, 1, 1, True), "teacher": (6, 2, 2, True)}

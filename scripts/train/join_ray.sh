@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Joins this machine to the Ray head that a launch script has started elsewhere, until it is interrupted.
+#   MASTER_ADDR, RAY_PORT   the head (port default: 6379)
+#   GPUS_PER_NODE           GPUs to offer (default: 8)
+#   SLIME_PYTHON            the Python that has Ray (default: python3)
+#   DRY_RUN=1               prints the command
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+if [[ -z "${MASTER_ADDR:-}" || "$MASTER_ADDR" == 127.* ]]; then
+  echo "MASTER_ADDR=${MASTER_ADDR:-}: expected the address of the machine with the head. Remedy: set it." >&2
+  exit 2
+fi
+run "${SLIME_PYTHON:-python3}" -m ray.scripts.scripts start --block --disable-usage-stats \
+  --address "$MASTER_ADDR:${RAY_PORT:-6379}" --num-gpus "${GPUS_PER_NODE:-8}"

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Tandem GRPO under slime: senior and junior write together, the team is rewarded, the senior learns; with TEACHER_MODEL or TEACHER_URL
+# a teacher's signal on top. One machine or several. What slime_lib.sh lists, and:
+#   SENIOR_MODEL         trainable, a Hugging Face folder            (default: ../models/Qwen3-4B)
+#   JUNIOR_MODEL         frozen, same tokenizer                      (default: ../models/Qwen3-0.6B)
+#   TEACHER_MODEL        frozen scorer, any tokenizer                (default: none)
+#   TEACHER_URL          a running server of TEACHER_MODEL           (default: slime serves it)
+#   STUDENT_TORCH_DIST   SENIOR_MODEL as torch_dist (slime-tandem convert); default: slime reads the Hugging Face folder
+#   PROMPT_DATA          JSONL with messages or prompt, and label    (default: ../data/train.jsonl)
+#   NUM_ROLLOUT          rollouts                                    (default: the configuration's)
+#   NAME                 folder of the run under OUTPUT_ROOT         (default: tandem-grpo)
+#   CONFIG               further settings                            (default: configs/slime_tandem_grpo.yaml)
+# Arguments are settings, e.g. engine.mode=fused cluster.tensor_parallel=2; after -- flags of slime, e.g. -- --use-tensorboard.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/slime_lib.sh"
+models="$(dirname "$REPO")/models"
+SENIOR_MODEL="${SENIOR_MODEL:-$models/Qwen3-4B}"
+JUNIOR_MODEL="${JUNIOR_MODEL:-$models/Qwen3-0.6B}"
+PROMPT_DATA="${PROMPT_DATA:-$(dirname "$REPO")/data/train.jsonl}"
+CONFIG="${CONFIG:-$REPO/scripts/train/configs/slime_tandem_grpo.yaml}"
+NAME="${NAME:-tandem-grpo}"
+need_slime
+need_model SENIOR_MODEL "the trainable senior"
+need_model JUNIOR_MODEL "the frozen junior"
+need_file PROMPT_DATA "prompts with labels"
+need_file CONFIG "settings of slime_tandem"
+settings=("name=$NAME" "runs_dir=$OUTPUT_ROOT" "models.senior=$SENIOR_MODEL" "models.junior=$JUNIOR_MODEL"
+  "tasks=[{family: jsonl, path: '$PROMPT_DATA'}]" "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
+if [[ -n "${TEACHER_MODEL:-}" || -n "${TEACHER_URL:-}" ]]; then
+  TEACHER_MODEL="${TEACHER_MODEL:-}"
+  need_model TEACHER_MODEL "the teacher (its tokenizer, also with TEACHER_URL)"
+  settings+=("opd.enabled=true" "models.teacher=$TEACHER_MODEL")
+fi
+if [[ -n "${TEACHER_URL:-}" ]]; then settings+=("engine.teacher_url=$TEACHER_URL"); fi
+if [[ -n "${STUDENT_TORCH_DIST:-}" ]]; then
+  [[ -f "$STUDENT_TORCH_DIST/latest_checkpointed_iteration.txt" ]] || refuse STUDENT_TORCH_DIST "$STUDENT_TORCH_DIST" \
+    "a Megatron checkpoint with latest_checkpointed_iteration.txt" "make it: slime-tandem convert $SENIOR_MODEL $STUDENT_TORCH_DIST"
+  settings+=("cluster.reference=$STUDENT_TORCH_DIST")
+fi
+if [[ -n "${NUM_ROLLOUT:-}" ]]; then
+  need_number NUM_ROLLOUT
+  settings+=("train.steps=$NUM_ROLLOUT")
+fi
+extra=()
+while [[ $# -gt 0 ]]; do
+  if [[ "$1" == -- ]]; then
+    extra=("$@")
+    break
+  fi
+  settings+=("$1")
+  shift
+done
+launch="$OUTPUT_ROOT/$NAME/slime_launch"
+plan "$launch" --check "$CONFIG" --set "${settings[@]}" "${extra[@]}"
+start_ray
+submit "$launch"

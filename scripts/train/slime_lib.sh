@@ -1,0 +1,158 @@
+# shellcheck shell=bash
+# Starts slime's train.py through `ray job submit`, and stops only what was started here. Source it after lib.sh.
+#   SLIME_DIR         checkout of slime                               (default: beside this repository)
+#   MEGATRON_LM_DIR   checkout of Megatron-LM, with slime's patch     (default: beside this repository)
+#   SLIME_PYTHON      the Python that has slime's requirements        (default: python3)
+#   OUTPUT_ROOT       runs and launch files; every node must see it   (default: runs in this repository)
+#   NODES, GPUS_PER_NODE                                              (default: 1, 8)
+#   RAY_DASHBOARD     URL of a running Ray's dashboard; unset: a head is started here and stopped at the end
+#   MASTER_ADDR       address of that head; other machines need one that they can reach (default: 127.0.0.1)
+#   RAY_PORT, DASHBOARD_PORT                                          (default: 6379, 8265)
+#   SERVER_TIMEOUT    seconds a server or Ray may take to answer      (default: 600)
+#   DRY_RUN=1         checks, writes the launch files, prints the commands, starts nothing
+
+SLIME_PYTHON="${SLIME_PYTHON:-python3}"
+SLIME_DIR="${SLIME_DIR:-$(dirname "$REPO")/slime}"
+MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-$(dirname "$REPO")/Megatron-LM}"
+OUTPUT_ROOT="${OUTPUT_ROOT:-$REPO/runs}"
+NODES="${NODES:-1}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+RAY_PORT="${RAY_PORT:-6379}"
+DASHBOARD_PORT="${DASHBOARD_PORT:-8265}"
+SERVER_TIMEOUT="${SERVER_TIMEOUT:-600}"
+started=()  # process groups started here
+job=""      # the Ray job under way
+
+# refuse NAME VALUE EXPECTED REMEDY: the error that the package's own messages look like.
+refuse() {
+  echo "$1=$2: expected $3. Remedy: $4." >&2
+  exit 2
+}
+
+need_number() {
+  [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
+}
+
+need_file() {
+  [[ -f "${!1}" ]] || refuse "$1" "${!1}" "an existing file: $2" "set $1 to its path"
+}
+
+# need_model NAME WHAT: a Hugging Face folder; with DRY_RUN=1 also a published size (scripts/train/models).
+need_model() {
+  [[ -f "${!1}/config.json" || "${!1}" == builtin:* ]] && return
+  [[ "${DRY_RUN:-0}" == 1 && -f "$REPO/scripts/train/models/${!1}.sh" ]] && return
+  refuse "$1" "${!1}" "a Hugging Face folder with config.json: $2" "set $1 to its path"
+}
+
+# need_slime: what every launch needs, checked before anything starts.
+need_slime() {
+  need_number NODES
+  need_number GPUS_PER_NODE 8
+  need_number RAY_PORT 6379
+  need_number DASHBOARD_PORT 8265
+  need_number SERVER_TIMEOUT 600
+  [[ -f "$SLIME_DIR/train.py" ]] || refuse SLIME_DIR "$SLIME_DIR" "a checkout of slime with train.py" "set SLIME_DIR"
+  [[ -d "$MEGATRON_LM_DIR/megatron" ]] || refuse MEGATRON_LM_DIR "$MEGATRON_LM_DIR" "a checkout of Megatron-LM" "set MEGATRON_LM_DIR"
+  command -v "$SLIME_PYTHON" > /dev/null || refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python that can be run" "set SLIME_PYTHON"
+  if [[ "$NODES" -gt 1 && -z "${RAY_DASHBOARD:-}" && "$MASTER_ADDR" == 127.* ]]; then
+    refuse MASTER_ADDR "$MASTER_ADDR" "an address that the other machines reach, with NODES=$NODES" "set it to this machine's"
+  fi
+  export SLIME_DIR MEGATRON_LM_DIR
+  export PYTHONPATH="$REPO:$SLIME_DIR:$MEGATRON_LM_DIR${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# wait_for NAME URL [PID]: until the URL answers; fails after SERVER_TIMEOUT seconds, or at once when the process is gone.
+wait_for() {
+  local end=$((SECONDS + SERVER_TIMEOUT))
+  until curl --silent --fail --max-time 10 --output /dev/null "$2"; do
+    if [[ -n "${3:-}" ]] && ! kill -0 "$3" 2> /dev/null; then
+      refuse "$1" "ended" "a server that answers $2" "see its log in $OUTPUT_ROOT"
+    fi
+    [[ $SECONDS -lt $end ]] || refuse "$1" "no answer in $SERVER_TIMEOUT s" "an answer from $2" "see its log, or raise SERVER_TIMEOUT"
+    sleep 1
+  done
+}
+
+# start NAME URL COMMAND...: a process group of its own, stopped when this script ends; returns when the URL answers.
+start() {
+  local name="$1" url="$2"
+  shift 2
+  if [[ "${DRY_RUN:-0}" == 1 ]]; then
+    run "$@"
+    return
+  fi
+  mkdir -p "$OUTPUT_ROOT"
+  setsid "$@" > "$OUTPUT_ROOT/$name.log" 2>&1 &
+  started+=("$!")
+  wait_for "$name" "$url" "$!"
+}
+
+stop_ours() {
+  local group end
+  trap - EXIT INT TERM
+  if [[ -n "$job" ]]; then "$SLIME_PYTHON" -m ray.scripts.scripts job stop --address "$RAY_DASHBOARD" "$job" || true; fi
+  for group in "${started[@]}"; do kill -TERM -- "-$group" 2> /dev/null || true; done
+  end=$((SECONDS + 30))
+  for group in "${started[@]}"; do
+    while kill -0 -- "-$group" 2> /dev/null && [[ $SECONDS -lt $end ]]; do sleep 0.2; done
+    kill -KILL -- "-$group" 2> /dev/null || true
+  done
+}
+trap stop_ours EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# start_ray: a head on this machine, unless RAY_DASHBOARD names a running one. `ray stop` would end every Ray of the machine:
+# the head runs in the foreground of a process group of ours instead.
+start_ray() {
+  if [[ -n "${RAY_DASHBOARD:-}" ]]; then
+    [[ "${DRY_RUN:-0}" == 1 ]] || wait_for RAY_DASHBOARD "$RAY_DASHBOARD/api/version"
+    return
+  fi
+  export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
+  start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \
+    --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
+    --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT"
+  if [[ "$NODES" -gt 1 ]]; then
+    echo "on each of the other $((NODES - 1)) machines: MASTER_ADDR=$MASTER_ADDR RAY_PORT=$RAY_PORT bash scripts/train/join_ray.sh"
+  fi
+}
+
+# plan FOLDER ARGS...: the launch files and FOLDER/launch.sh, by `slime-tandem config --slime`.
+plan() {
+  local folder="$1"
+  shift
+  mkdir -p "$folder"
+  "$SLIME_PYTHON" -m slime_tandem.cli config --slime "$folder" "$@" > "$folder/launch.sh.new"
+  mv "$folder/launch.sh.new" "$folder/launch.sh"
+  grep '^#' "$folder/launch.sh"
+}
+
+# submit FOLDER: checks the flags against slime's own parser, waits for the servers, runs train.py, and returns its exit code.
+submit() {
+  local folder="$1" url code=0
+  local -a SLIME_FLAGS SERVER_URLS submission
+  # shellcheck source=/dev/null
+  source "$folder/launch.sh"
+  for url in "${SERVER_URLS[@]}"; do
+    if [[ "${DRY_RUN:-0}" == 1 ]]; then echo "wait for $url/health"; else wait_for "$url" "$url/health"; fi
+  done
+  run "$SLIME_PYTHON" -W ignore -m slime_tandem.slime_launch.real_parser "${SLIME_FLAGS[@]}"
+  submission=("$SLIME_PYTHON" -m ray.scripts.scripts job submit --address "${RAY_DASHBOARD:-}")
+  job="tandem-$(basename "$(dirname "$folder")")-$$-$RANDOM"
+  submission+=(--submission-id "$job" --runtime-env-json "$(runtime_env)" -- "$SLIME_PYTHON" "$SLIME_DIR/train.py" "${SLIME_FLAGS[@]}")
+  run "${submission[@]}" || code=$?
+  job=""
+  return "$code"
+}
+
+# The environment of the job, as JSON: what slime's own scripts set, and what the fused engine needs.
+runtime_env() {
+  "$SLIME_PYTHON" -c '
+import json, os
+names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+names += tuple(os.environ.get("JOB_ENV", "").split())
+env = {n: os.environ[n] for n in names if n in os.environ}
+print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))'
+}
