@@ -21,7 +21,7 @@ PROMPT_DATA="${PROMPT_DATA:-$(dirname "$REPO")/data/train.jsonl}"
 CONFIG="${CONFIG:-$REPO/scripts/train/configs/slime_tandem_grpo.yaml}"
 NAME="${NAME:-tandem-grpo}"
 need_slime
-need_model SENIOR_MODEL "the trainable senior"
+need_model SENIOR_MODEL "the trainable model (run_opd.sh: STUDENT_HF)"
 need_model JUNIOR_MODEL "the frozen junior"
 need_file PROMPT_DATA "prompts with labels"
 need_file CONFIG "settings of slime_tandem"

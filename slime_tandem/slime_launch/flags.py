@@ -464,10 +464,13 @@ def _memory(
 
 def with_folders(config: RunConfig) -> RunConfig:
     """The same with absolute folders of models; published sizes stay names. Raises ModelError for a model that is neither."""
-    from slime_tandem.local.pretrain import resolve_model
 
     def folder(model: str) -> str:
-        return model if model in PUBLISHED else str(resolve_model(model, config.models.cache_dir).resolve())
+        if model in PUBLISHED:
+            return model
+        from slime_tandem.local.pretrain import resolve_model  # torch: not for those who only ask for sizes
+
+        return str(resolve_model(model, config.models.cache_dir).resolve())
 
     tandem = config.tandem.enabled
     own = config.opd.enabled and not config.opd.teachers and config.engine.teacher_url is None

@@ -1,0 +1,278 @@
+"""The launch scripts: what they print and refuse, that they wait, and stop what they started and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slime_tandem.slime_launch.flags import split
+
+REPO = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+# Stands for the Python with Ray: `ray start` is a web server, `ray job submit` a line in a file.
+FAKE = """#!/usr/bin/env bash
+case "$*" in
+  *"ray.scripts.scripts start"*)
+    echo "$$" >> HERE/ray.pid
+    exec REAL -m http.server --bind 127.0.0.1 --directory HERE/www PORT ;;
+  *"ray.scripts.scripts job submit"*)
+    printf '%s\\0' "$@" > HERE/submitted
+    [[ -e HERE/hang ]] && sleep 60
+    exit "$(cat HERE/code)" ;;
+  *"ray.scripts.scripts job stop"*) echo "$*" > HERE/stopped ;;
+  *real_parser*) exit 0 ;;
+  *) exec REAL "$@" ;;
+esac
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """Checkouts that are none, published sizes for models, a small prompt file, the stand-in for Ray."""
+    for folder in ("slime", "megatron/megatron", "www/api"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("slime/train.py", "www/health", "www/api/version"):
+        (tmp_path / file).touch()
+    (tmp_path / "code").write_text("0")
+    rows = ({"prompt": f"{i} + 1 =", "label": i + 1} for i in range(40))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    port = free_port()
+    python = tmp_path / "python"
+    python.write_text(FAKE.replace("HERE", str(tmp_path)).replace("REAL", sys.executable).replace("PORT", str(port)))
+    python.chmod(0o755)
+    return {
+        "SLIME_DIR": str(tmp_path / "slime"),
+        "MEGATRON_LM_DIR": str(tmp_path / "megatron"),
+        "SLIME_PYTHON": str(python),
+        "OUTPUT_ROOT": str(tmp_path / "out"),
+        "PROMPT_DATA": str(tmp_path / "data.jsonl"),
+        "SENIOR_MODEL": "qwen3-4B",
+        "JUNIOR_MODEL": "qwen3-0.6B",
+        "DASHBOARD_PORT": str(port),
+        "SERVER_TIMEOUT": "30",
+        "DRY_RUN": "1",
+    }
+
+
+@pytest.fixture
+def run(variables: dict[str, str]) -> Run:
+    def script(name: str, *args: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in {**os.environ, **variables, **changes}.items() if v != ""}
+        return subprocess.run(
+            ["bash", str(REPO / "scripts" / "train" / name), *args],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return script
+
+
+def last_command(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.splitlines()[-1])
+
+
+def flags_of(command: list[str]) -> dict[str, list[str]]:
+    return split(command[next(i for i, word in enumerate(command) if word.endswith("train.py")) + 1 :])
+
+
+def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "run_tandem_grpo.sh",
+        "cluster.trainer_gpus=6",
+        "--",
+        "--use-tensorboard",
+        NUM_ROLLOUT="3",
+        TEACHER_MODEL="llama3.1-8B",
+    )
+    command = last_command(done)
+    lines = done.stdout.splitlines()
+    assert "# actor: GPUS 0 to 5".lower() in done.stdout.lower()
+    assert any("ray.scripts.scripts start --head --block" in line for line in lines)
+    assert any("slime_launch.real_parser --actor-num-nodes 1" in line for line in lines)
+    assert command[1:5] == ["-m", "ray.scripts.scripts", "job", "submit"]
+    env = json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"]
+    assert env["PYTHONPATH"].split(":")[:3] == [str(REPO), str(tmp_path / "slime"), str(tmp_path / "megatron")]
+    flags = flags_of(command)
+    assert (flags["--num-rollout"], flags["--use-tensorboard"], flags["--colocate"]) == (["3"], [], [])
+    servers = yaml.safe_load(Path(flags["--sglang-config"][0]).read_text())["sglang"]
+    assert [(m["name"], m["update_weights"]) for m in servers] == [
+        ("actor", True),
+        ("junior", False),
+        ("teacher", False),
+    ]
+    assert not (tmp_path / "submitted").exists()
+    assert not (tmp_path / "ray.pid").exists()
+
+
+@pytest.mark.parametrize("teacher", ["qwen3-8B", "llama3.1-8B"])
+def test_distillation_with_the_same_and_another_vocabulary_over_two_machines(run: Run, teacher: str) -> None:
+    done = run(
+        "run_opd.sh",
+        STUDENT_HF="qwen3-1.7B",
+        TEACHER_MODEL=teacher,
+        OPD_SELECTOR="tip",
+        OPD_RATIO="0.1",
+        NODES="2",
+        MASTER_ADDR="10.0.0.1",
+    )
+    flags = flags_of(last_command(done))
+    assert "MASTER_ADDR=10.0.0.1 RAY_PORT=6379 bash scripts/train/join_ray.sh" in done.stdout
+    settings = yaml.safe_load(Path(flags["--custom-config-path"][0]).read_text())["slime_tandem"]
+    assert settings["opd"]["selection"] == {"selector": "tip", "ratio": 0.1}
+    assert settings["tandem"] == {"enabled": False}
+    assert settings["objective"]["reward_coef"] == 0.0
+    servers = yaml.safe_load(Path(flags["--sglang-config"][0]).read_text())["sglang"]
+    assert [(m["name"], m["model_path"]) for m in servers] == [("actor", "qwen3-1.7B"), ("teacher", teacher)]
+    assert sum(g["num_gpus"] for m in servers for g in m["server_groups"]) == int(flags["--rollout-num-gpus"][0]) == 16
+
+
+def test_a_suite_prints_each_method(run: Run, tmp_path: Path) -> None:
+    methods = {"METHOD_LIST": "pure_opd:1.0:10 tip:0.1:20", "SEEDS": "0", "BACKEND": "slime", "NUM_ROLLOUT": "2"}
+    done = run("run_method_suite.sh", STUDENT_HF="qwen3-1.7B", TEACHER_MODEL="qwen3-8B", **methods)
+    assert done.returncode == 0, done.stderr
+    for name in ("010-pure_opd-1-seed0", "020-tip-0.1-seed0"):
+        assert f"submit_slime.sh {tmp_path}/out/{name}/slime_launch" in done.stdout
+    assert done.stdout.count("SLIME_FLAGS=(") == 2
+
+
+def test_joining_machines(run: Run) -> None:
+    assert last_command(run("join_ray.sh", MASTER_ADDR="10.0.0.1"))[-4:] == [
+        "--address",
+        "10.0.0.1:6379",
+        "--num-gpus",
+        "8",
+    ]
+    assert run("join_ray.sh").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "message"),
+    [
+        ("run_tandem_grpo.sh", {"SLIME_DIR": "/no/such"}, "SLIME_DIR=/no/such: expected a checkout of slime with train.py"),
+        ("run_tandem_grpo.sh", {"MEGATRON_LM_DIR": "/no"}, "MEGATRON_LM_DIR=/no: expected a checkout of Megatron-LM"),
+        ("run_tandem_grpo.sh", {"SLIME_PYTHON": "/no/python"}, "SLIME_PYTHON=/no/python: expected"),
+        ("run_tandem_grpo.sh", {"NODES": "0"}, "NODES=0: expected a whole number above 0"),
+        ("run_tandem_grpo.sh", {"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE=many"),
+        ("run_tandem_grpo.sh", {"NODES": "2"}, "MASTER_ADDR=127.0.0.1: expected an address that the other machines reach"),
+        ("run_tandem_grpo.sh", {"SENIOR_MODEL": "/no/model"}, "SENIOR_MODEL=/no/model: expected a Hugging Face folder"),
+        ("run_tandem_grpo.sh", {"DRY_RUN": "0"}, "SENIOR_MODEL=qwen3-4B: expected a Hugging Face folder"),
+        ("run_tandem_grpo.sh", {"PROMPT_DATA": "/no.jsonl"}, "PROMPT_DATA=/no.jsonl: expected an existing file"),
+        ("run_tandem_grpo.sh", {"NUM_ROLLOUT": "-1"}, "NUM_ROLLOUT=-1"),
+        ("run_tandem_grpo.sh", {"STUDENT_TORCH_DIST": "/no"}, "STUDENT_TORCH_DIST=/no: expected a Megatron checkpoint"),
+        ("run_opd.sh", {"STUDENT_HF": "qwen3-4B", "TEACHER_MODEL": "qwen3-9B"}, "TEACHER_MODEL=qwen3-9B"),
+        ("run_method_suite.sh", {"BACKEND": "slime", "STUDENT_HF": "/no"}, "STUDENT_HF=/no"),
+        ("submit_slime.sh", {}, "FOLDER=: expected a folder with launch.sh"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(run: Run, script: str, changes: dict[str, str], message: str) -> None:
+    done = run(script, **changes)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Remedy: " in done.stderr
+
+
+def test_a_setting_that_does_not_hold_ends_it_before_anything_starts(run: Run, tmp_path: Path) -> None:
+    done = run("run_tandem_grpo.sh", "tandem.prob_senior=2")
+    assert done.returncode == 2
+    assert "tandem.prob_senior=2" in done.stderr
+    assert not (tmp_path / "out" / "tandem-grpo" / "slime_launch" / "launch.sh").exists()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Path:
+    """Launch files of a plan, made by hand."""
+    folder = tmp_path / "run" / "slime_launch"
+    folder.mkdir(parents=True)
+    (folder / "launch.sh").write_text("SLIME_FLAGS=(--name 'a b')\nSERVER_URLS=()\n")
+    return folder
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of somebody else, of the same program."""
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(free_port())]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        yield process
+        process.kill()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_it_waits_submits_tells_the_exit_code_and_stops_its_ray_alone(
+    run: Run, launch: Path, tmp_path: Path, neighbour: subprocess.Popen[bytes], code: int
+) -> None:
+    (tmp_path / "code").write_text(str(code))
+    done = run("submit_slime.sh", str(launch), DRY_RUN="")
+    assert done.returncode == code, done.stderr
+    words = (tmp_path / "submitted").read_text().split("\0")[:-1]
+    assert words[-3:] == [str(tmp_path / "slime" / "train.py"), "--name", "a b"]
+    assert words[words.index("--address") + 1].startswith("http://127.0.0.1:")
+    assert not alive(int((tmp_path / "ray.pid").read_text()))
+    assert neighbour.poll() is None
+
+
+def test_a_running_ray_is_used_and_left_running(
+    run: Run, launch: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    port = variables["DASHBOARD_PORT"]
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "--directory", str(tmp_path / "www"), port]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as theirs:
+        (launch / "launch.sh").write_text(f"SLIME_FLAGS=(--x)\nSERVER_URLS=(http://127.0.0.1:{port})\n")
+        done = run("submit_slime.sh", str(launch), DRY_RUN="", RAY_DASHBOARD=f"http://127.0.0.1:{port}")
+        assert done.returncode == 0, done.stderr
+        assert theirs.poll() is None
+        theirs.kill()
+    assert not (tmp_path / "ray.pid").exists()
+
+
+def test_a_server_that_does_not_answer_ends_it_before_training(run: Run, launch: Path, tmp_path: Path) -> None:
+    (launch / "launch.sh").write_text(f"SLIME_FLAGS=(--x)\nSERVER_URLS=(http://127.0.0.1:{free_port()})\n")
+    done = run("submit_slime.sh", str(launch), DRY_RUN="", SERVER_TIMEOUT="4")
+    assert done.returncode == 2
+    assert "no answer in 4 s: expected an answer from http://127.0.0.1:" in done.stderr
+    assert not (tmp_path / "submitted").exists()
+    assert not alive(int((tmp_path / "ray.pid").read_text()))
+
+
+def test_an_interrupt_stops_the_job_and_the_ray(launch: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+    (tmp_path / "hang").touch()
+    env = {**os.environ, **variables, "DRY_RUN": "0"}
+    script = REPO / "scripts" / "train" / "submit_slime.sh"
+    process = subprocess.Popen(["bash", str(script), str(launch)], env=env, start_new_session=True)
+    end = time.monotonic() + 60
+    while not (tmp_path / "submitted").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)  # what Ctrl-C does: the whole foreground group gets it
+    assert process.wait(timeout=60) == 143
+    words = (tmp_path / "submitted").read_text().split("\0")
+    assert words[words.index("--submission-id") + 1] in (tmp_path / "stopped").read_text()
+    assert not alive(int((tmp_path / "ray.pid").read_text()))
