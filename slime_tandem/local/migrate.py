@@ -1,0 +1,227 @@
+"""Renames the field names of the first tandem code base to those in use, in configs, run scripts and checkpoint blobs.
+
+The naming authority's tables, word for word; nothing else is touched. In YAML, JSON and `.pt` files the keys of mappings are
+renamed (values stay what they are), in run scripts and other text every whole word. Each change is reported with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime_tandem.errors import ConfigError, explain, explain_os_error
+
+RENAMED: dict[str, str] = {
+    # TandemConfig
+    "frozen_model": "junior_model",
+    "frozen_model_revision": "junior_model_revision",
+    "prob_primary": "prob_senior",
+    "frozen_tensor_parallel_size": "junior_tensor_parallel_size",
+    "frozen_gpu_devices": "junior_gpu_devices",
+    "frozen_gpu_memory_utilization": "junior_gpu_memory_utilization",
+    "frozen_dtype": "junior_dtype",
+    "frozen_quantization": "junior_quantization",
+    "frozen_enforce_eager": "junior_enforce_eager",
+    "frozen_max_model_len": "junior_max_model_len",
+    "target_model_config": "senior_model_config",
+    "target_parallel_config": "senior_parallel_config",
+    # masks
+    "tandem_model_mask": "authorship_mask",
+    "new_tandem_model_mask": "new_authorship_mask",
+    "tandem_mask": "authorship_mask",
+    "model_mask": "authorship_mask",
+    # loss
+    "tandem_jr_tkn_weight": "junior_token_loss_weight",
+    # metrics
+    "tandem/primary_token_fraction": "tandem/senior_token_fraction",
+    "tandem/frozen_token_fraction": "tandem/junior_token_fraction",
+    # prefix of the junior's weights
+    "FROZEN_PREFIX": "JUNIOR_PREFIX",
+}
+DROPPED = ("model_a_mask",)
+"""A key without a successor: it is taken out."""
+_PREFIXES = {"tandem_frozen.": "tandem_junior."}
+"""Of weights in a state dict."""
+_WORD = re.compile(
+    r"(?<![A-Za-z0-9_/])(" + "|".join(map(re.escape, sorted(RENAMED, key=len, reverse=True))) + r")(?![A-Za-z0-9_])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One rename: where (line of a text, dotted place in a tree), the old name, the new one (None: taken out)."""
+
+    where: str
+    old: str
+    new: str | None
+
+    def __str__(self) -> str:
+        """As the tool prints it."""
+        return f"{self.where}: {self.old} -> {self.new or '(taken out)'}"
+
+
+def new_name(key: str) -> str | None:
+    """What a key is called now; None for one that is taken out. Dotted keys are renamed part by part.
+
+    >>> new_name("actor_rollout_ref.rollout.tandem.prob_primary"), new_name("max_gap_tokens"), new_name("model_a_mask")
+    ('actor_rollout_ref.rollout.tandem.prob_senior', 'max_gap_tokens', None)
+    >>> new_name("tandem_frozen.model.norm.weight")
+    'tandem_junior.model.norm.weight'
+    """
+    if key in DROPPED:
+        return None
+    for old, new in _PREFIXES.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key if key in RENAMED.values() else ".".join(RENAMED.get(part, part) for part in key.split("."))
+
+
+def migrate_tree(tree: Any, where: str = "") -> tuple[Any, list[Change]]:
+    """A copy with keys renamed at every depth, and the changes; raises ConfigError where old and new name stand side by side.
+
+    >>> migrate_tree({"tandem_config": {"prob_primary": 0.5, "chunk_size": 4}})
+    ({'tandem_config': {'prob_senior': 0.5, 'chunk_size': 4}}, [Change(where='tandem_config', old='prob_primary', \
+new='prob_senior')])
+    """
+    changes: list[Change] = []
+    if isinstance(tree, Mapping):
+        out: dict[Any, Any] = {}
+        for key, value in tree.items():
+            new = new_name(key) if isinstance(key, str) else key
+            if new != key:
+                changes.append(Change(where or "top", key, new))
+            if new is None:
+                continue
+            if new in out or (new != key and new in tree):
+                raise ConfigError(
+                    explain(f"{where or 'top'} {key}", value, f"no `{new}` beside it", "remove one of the two")
+                )
+            out[new], inner = migrate_tree(value, f"{where}.{new}" if where else str(new))
+            changes += inner
+        return out, changes
+    if isinstance(tree, (list, tuple)):
+        items = []
+        for i, value in enumerate(tree):
+            item, inner = migrate_tree(value, f"{where}[{i}]")
+            items.append(item)
+            changes += inner
+        return (tuple(items) if isinstance(tree, tuple) else items), changes
+    return tree, changes
+
+
+def migrate_text(text: str) -> tuple[str, list[Change]]:
+    """Text (a run script, hydra overrides) with every old name replaced where it stands as a word.
+
+    >>> migrate_text("+rollout.tandem.prob_primary=0.5  # primary writes")
+    ('+rollout.tandem.prob_senior=0.5  # primary writes', [Change(where='line 1', old='prob_primary', new='prob_senior')])
+    """
+    lines, changes = text.split("\n"), list[Change]()
+    for number, line in enumerate(lines, 1):
+        changes += [Change(f"line {number}", m[1], RENAMED[m[1]]) for m in _WORD.finditer(line)]
+        changes += [Change(f"line {number}", name, name) for name in DROPPED if re.search(rf"\b{name}\b", line)]
+        lines[number - 1] = _WORD.sub(lambda m: RENAMED[m[1]], line)
+    left = [c for c in changes if c.new == c.old]
+    if left:
+        raise ConfigError(explain(left[0].where, left[0].old, "no name without a successor", "take it out by hand"))
+    return "\n".join(lines), changes
+
+
+def migrate_yaml(text: str) -> tuple[str, list[Change]]:
+    """YAML with keys renamed in place, comments and layout kept. Raises ConfigError for broken YAML, and as `migrate_tree`."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _, changes = migrate_tree(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(explain("file", " ".join(str(error).split()), "valid YAML", "correct it first")) from None
+    if any(change.new is None for change in changes):
+        raise ConfigError(explain("file", DROPPED[0], "no key without a successor", "take it out by hand"))
+    edits = sorted(set(_key_edits(node)), reverse=True) if node is not None else []
+    for start, end, new in edits:
+        quoted = text[start] in "\"'"
+        text = text[:start] + (text[start] + new + text[start] if quoted else new) + text[end:]
+    return text, changes
+
+
+def _key_edits(node: yaml.Node) -> Iterator[tuple[int, int, str]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and (new := new_name(key.value)) not in (None, key.value):
+                assert new is not None
+                yield key.start_mark.index, key.end_mark.index, new
+            yield from _key_edits(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _key_edits(item)
+
+
+def migrate_file(path: Path, *, write: bool) -> list[Change]:
+    """Rename in one file, by its kind: .json, .yaml, .pt (tensors and plain values; read safely), anything else as text.
+
+    With `write`, a changed file is replaced and the old one kept as `<name>.bak`, which must not exist yet. Raises ConfigError.
+    """
+    try:
+        if path.suffix in (".pt", ".pth", ".bin"):
+            return _migrate_torch(path, write=write)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (
+            explain_os_error(path, error)
+            if isinstance(error, OSError)
+            else explain(str(path), str(error), "UTF-8 text", "leave it out")
+        )
+        raise ConfigError(why) from None
+    try:
+        if path.suffix == ".json":
+            tree, changes = migrate_tree(_json(text, path))
+            new = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+        else:
+            new, changes = (migrate_yaml if path.suffix in (".yaml", ".yml") else migrate_text)(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if changes and write:
+        _replace(path, lambda temporary: temporary.write_text(new, encoding="utf-8"))
+    return changes
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(explain(str(path), str(error), "valid JSON", "correct it first")) from None
+
+
+def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
+    import pickle
+
+    import torch
+
+    try:
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            explain(str(path), why, "a file of tensors and plain values", "save its config blob as JSON first")
+        ) from None
+    new, changes = migrate_tree(tree)
+    if changes and write:
+        _replace(path, lambda temporary: torch.save(new, temporary))
+    return changes
+
+
+def _replace(path: Path, save: Any) -> None:
+    backup, temporary = path.with_name(path.name + ".bak"), path.with_name(path.name + ".new")
+    if backup.exists():
+        raise ConfigError(explain(str(backup), "there already", "no older copy in the way", "move it away"))
+    try:
+        save(temporary)
+        os.link(path, backup)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(explain_os_error(path, error)) from None

@@ -1,0 +1,127 @@
+"""Legacy names: every row of the naming authority's tables, in every kind of file, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tandem import cli
+from slime_tandem.errors import ConfigError
+from slime_tandem.local.migrate import DROPPED, RENAMED, Change, migrate_file, migrate_text, migrate_tree, migrate_yaml
+
+KEYS = st.sampled_from([*RENAMED, "chunk_size", "max_gap_tokens", "selection_strategy", "primary", "frozen", "x"])
+TREES = st.recursive(
+    st.integers() | st.text(max_size=5) | st.sampled_from(sorted(RENAMED)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def keys_of(tree: Any) -> list[str]:
+    if isinstance(tree, dict):
+        return [*tree, *(k for value in tree.values() for k in keys_of(value))]
+    return [k for value in tree for k in keys_of(value)] if isinstance(tree, list) else []
+
+
+def values_of(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [v for value in tree.values() for v in values_of(value)]
+    return [v for value in tree for v in values_of(value)] if isinstance(tree, list) else [tree]
+
+
+@given(TREES)
+def test_no_legacy_key_is_left_values_stay_and_a_second_time_changes_nothing(tree: Any) -> None:
+    try:
+        new, changes = migrate_tree(tree)
+    except ConfigError:
+        targets = [RENAMED[k] for k in keys_of(tree) if k in RENAMED]
+        assert len(set(targets)) < len(targets)  # two old masks that become one
+        return
+    assert not RENAMED.keys() & set(keys_of(new))
+    assert values_of(new) == values_of(tree)
+    assert len(changes) == sum(k in RENAMED for k in keys_of(tree))
+    assert migrate_tree(new) == (new, [])
+
+
+def test_yaml_keeps_its_comments_and_layout() -> None:
+    text = (
+        "# frozen_model is old\ntandem:   # prob_primary\n  'prob_primary' : 0.5\n"
+        "  frozen_model: prob_primary\nlist: [{model_mask: 1}]\n"
+    )
+    new, changes = migrate_yaml(text)
+    assert new == text.replace("'prob_primary' :", "'prob_senior' :").replace(
+        "  frozen_model:", "  junior_model:"
+    ).replace("{model_mask", "{authorship_mask")
+    assert [(c.where, c.old, c.new) for c in changes] == [
+        ("tandem", "prob_primary", "prob_senior"),
+        ("tandem", "frozen_model", "junior_model"),
+        ("list[0]", "model_mask", "authorship_mask"),
+    ]
+    assert yaml.safe_load(new)["tandem"] == {"prob_senior": 0.5, "junior_model": "prob_primary"}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_every_name_in_a_run_script(old: str) -> None:
+    text = f"python main.py \\\n  +a.b.{old}=1 my_{old}=2 {old}s=3\n"
+    new, changes = migrate_text(text)
+    assert changes == [Change("line 2", old, RENAMED[old])]
+    assert new == text.replace(f"+a.b.{old}=", f"+a.b.{RENAMED[old]}=")
+
+
+def test_old_and_new_side_by_side_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a prob_primary=0\.1: expected no `prob_senior` beside it"):
+        migrate_tree({"a": {"prob_primary": 0.1, "prob_senior": 0.2}})
+    with pytest.raises(ConfigError, match="authorship_mask"):
+        migrate_tree({"model_mask": 1, "tandem_mask": 2})
+
+
+def test_what_has_no_successor() -> None:
+    assert migrate_tree({DROPPED[0]: 1, "x": 2}) == ({"x": 2}, [Change("top", DROPPED[0], None)])
+    for migrate in (migrate_text, migrate_yaml):
+        with pytest.raises(ConfigError, match="without a successor"):
+            migrate(f"{DROPPED[0]}: 1")
+
+
+def test_a_checkpoint_blob_and_its_weights(tmp_path: Path) -> None:
+    weights = {"tandem_frozen.model.norm.weight": torch.ones(2), "model.norm.weight": torch.zeros(2)}
+    torch.save({"model": weights, "tandem_config": {"prob_primary": 0.5}, "step": 3}, tmp_path / "c.pt")
+    changes = migrate_file(tmp_path / "c.pt", write=True)
+    assert [c.new for c in changes] == ["tandem_junior.model.norm.weight", "prob_senior"]
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert loaded["tandem_config"] == {"prob_senior": 0.5}
+    assert torch.equal(loaded["model"]["tandem_junior.model.norm.weight"], torch.ones(2))
+    assert "prob_primary" in torch.load(tmp_path / "c.pt.bak", weights_only=True)["tandem_config"]
+    torch.save(Path("x"), tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match="a file of tensors and plain values"):
+        migrate_file(tmp_path / "evil.pt", write=False)
+
+
+def test_the_tool_reports_first_and_writes_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "migrate_tandem_config.py"))
+    file = tmp_path / "tandem_config.json"
+    file.write_text(json.dumps({"tandem_config": {"frozen_model": "J", "target_model_config": None}}))
+    before = file.read_text()
+    assert cli.main([str(file)], parser=tool["parser"]()) == 0
+    out = capsys.readouterr().out
+    assert f"{file}: tandem_config: frozen_model -> junior_model" in out
+    assert "2 changes in 1 files, nothing written" in out
+    assert file.read_text() == before
+    assert cli.main([str(file), "--write"], parser=tool["parser"]()) == 0
+    assert json.loads(file.read_text()) == {"tandem_config": {"junior_model": "J", "senior_model_config": None}}
+    assert (tmp_path / "tandem_config.json.bak").read_text() == before
+    assert cli.main([str(file)], parser=tool["parser"]()) == 0
+    assert "no legacy name in 1 files" in capsys.readouterr().out
+    file.write_text(before)
+    assert cli.main([str(file), "--write"], parser=tool["parser"]()) == 2
+    assert "tandem_config.json.bak" in capsys.readouterr().err
+    for bad in ("{", "\udcff"):
+        file.write_bytes(bad.encode("utf-8", "surrogateescape"))
+        assert cli.main([str(file)], parser=tool["parser"]()) == 2

@@ -1,0 +1,37 @@
+"""Renames legacy field names in configs, run scripts and checkpoint blobs, and reports each change (--write makes it)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slime_tandem.cli import main
+
+
+def run(args: argparse.Namespace) -> int:
+    from slime_tandem.local.migrate import migrate_file
+
+    total = 0
+    for path in args.files:
+        changes = migrate_file(path, write=args.write)
+        total += len(changes)
+        for change in changes:
+            print(f"{path}: {change}")
+    did = "written; the old files are beside them as *.bak" if args.write else "nothing written: add --write"
+    print(
+        f"{total} changes in {len(args.files)} files, {did}" if total else f"no legacy name in {len(args.files)} files"
+    )
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="migrate_tandem_config.py", description=__doc__)
+    p.add_argument("files", type=Path, nargs="+", metavar="FILE", help="*.yaml, *.json, *.pt, or text such as *.sh")
+    p.add_argument("--write", action="store_true", help="replace the files, keeping FILE.bak (none: report only)")
+    p.set_defaults(action=run)
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main(parser=parser()))
