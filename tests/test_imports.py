@@ -38,7 +38,7 @@ LIGHT = [
 LAYERS = {
     "types": 0, "config": 0, "errors": 0, "signals": 0, "files": 0, "engines.protocol": 0,
     "rollout": 1, "distill": 1, "objective": 1, "evaluation.statistics": 1, "evaluation.scoring": 1,
-    "engines": 2, "slime_hooks": 3, "local": 3, "report": 3, "evaluation": 3, "diagnostics": 3, "doctor": 3,
+    "engines": 2, "slime_hooks": 3, "slime_launch": 3, "local": 3, "report": 3, "evaluation": 3, "diagnostics": 3, "doctor": 3,
     "cli": 4, "__main__": 5,
 }  # fmt: skip
 

@@ -66,7 +66,7 @@ def demand(engine: str, gpus: int, response: int) -> Demand:
 
 def table(response: int = 1024) -> str:
     """Markdown, one line per engine and number of GPUs."""
-    columns = ("engine", "rollout GPUs", "tokens/s", "requests/s of the client", "teacher requests/s")
+    columns: tuple[str, ...] = ("engine", "rollout GPUs", "tokens/s", "requests/s of the client", "teacher requests/s")
     columns += ("sent to engines, MB/s", "channels, MB/s")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for engine in ("fused", "two_servers"):
