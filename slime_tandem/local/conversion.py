@@ -12,7 +12,6 @@ read alike.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from argparse import Namespace
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 
 from slime_tandem.engines.hf import load_model, read_model_config
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError, explain, explain_os_error
+from slime_tandem.files import whole_file
 from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 from slime_tandem.local.convert import (
     build_model,
@@ -402,10 +402,8 @@ class _Work:
         return self.folder / "progress.json"
 
     def _save(self) -> None:
-        temporary = self._file.with_suffix(".new")
-        _write_json(temporary, self._record)
-        fsync(temporary)
-        os.replace(temporary, self._file)
+        with whole_file(self._file) as file:
+            _write_json(file, self._record)
 
     def done(self, file: str) -> list[dict[str, Any]] | None:
         """What was told of a file that is finished and undamaged; None for any other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from slime_tandem.errors import ConfigError, explain, explain_os_error
+from slime_tandem.files import whole_file
 
 RENAMED: dict[str, str] = {
     # TandemConfig
@@ -215,13 +216,13 @@ def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
     return changes
 
 
-def _replace(path: Path, save: Any) -> None:
-    backup, temporary = path.with_name(path.name + ".bak"), path.with_name(path.name + ".new")
+def _replace(path: Path, save: Callable[[Path], object]) -> None:
+    backup = path.with_name(path.name + ".bak")
     if backup.exists():
         raise ConfigError(explain(str(backup), "there already", "no older copy in the way", "move it away"))
     try:
-        save(temporary)
-        os.link(path, backup)
-        os.replace(temporary, path)
+        with whole_file(path) as file:
+            save(file)
+            os.link(path, backup)
     except OSError as error:
         raise ConfigError(explain_os_error(path, error)) from None

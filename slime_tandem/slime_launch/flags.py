@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, explain, explain_os_error
+from slime_tandem.files import whole_file
 from slime_tandem.local.architecture import Architecture
 from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Layout, check_sglang_config, layout, sglang_config, to_yaml
 from slime_tandem.slime_launch.memory import GIB, RESERVED, engine_memory, host_bytes, trainer_memory
@@ -85,10 +85,8 @@ class Plan:
         """Write the files that the flags name; raises ConfigError where that cannot be done."""
         for path, text in self.files.items():
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_name(path.name + ".new")
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, path)
+                with whole_file(path) as file:
+                    file.write_text(text, encoding="utf-8")
             except OSError as error:
                 raise ConfigError(explain_os_error(path, error)) from None
 

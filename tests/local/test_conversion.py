@@ -227,9 +227,14 @@ def test_megatron_loads_it_at_tensor_parallel_size_two(make: Make, tmp_path: Pat
     command = [sys.executable, "-W", "ignore", "-c", _RANK, str(hf), str(dist), str(tmp_path / "store"), str(tmp_path)]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
-    for process in ranks:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err[-2000:]
+    try:
+        for process in ranks:
+            _, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err[-2000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     halves = [torch.load(tmp_path / f"{r}.pt") for r in range(2)]
     weights = load_hf_folder(hf)
     cut = 0
