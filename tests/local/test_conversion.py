@@ -205,7 +205,7 @@ def _arch(folder: Path) -> Any:
 _RANK = """
 import dataclasses, sys, torch, torch.distributed as dist
 from pathlib import Path
-from slime_tandem.local import convert, megatron_cpu
+from slime_tandem.local import architecture, convert
 from slime_tandem.local.policy import described_parameters, load_sharded
 from megatron.core import parallel_state
 hf, folder, store, out, rank = *map(Path, sys.argv[1:5]), int(sys.argv[5])
@@ -213,7 +213,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
 made = convert.transformer_config_from_hf
 convert.transformer_config_from_hf = lambda c: dataclasses.replace(made(c), tensor_model_parallel_size=2)
-model = convert.build_model(convert.load_hf_config(hf))
+model = convert.build_model(architecture.load_hf_config(hf))
 with torch.serialization.safe_globals([__import__("argparse").Namespace]):
     loaded = load_sharded({"model": described_parameters(model)}, folder)["model"]
 torch.save({n: loaded[n].contiguous() for n, _ in model.named_parameters()}, out / f"{rank}.pt")
@@ -228,13 +228,12 @@ def test_megatron_loads_it_at_tensor_parallel_size_two(make: Make, tmp_path: Pat
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
     try:
-        for process in ranks:
-            _, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err[-2000:]
+        errors = [process.communicate(timeout=300)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.communicate()
+    assert [process.returncode for process in ranks] == [0, 0], errors
     halves = [torch.load(tmp_path / f"{r}.pt") for r in range(2)]
     weights = load_hf_folder(hf)
     cut = 0
