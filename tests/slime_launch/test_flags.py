@@ -139,6 +139,11 @@ def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path
         ({"cluster": {"teacher_gpus": 3, "teacher_tp": 3}}, "cluster.teacher_tp=3: expected a divisor of 32"),
         ({"cluster": {"host_memory_gib": 16}}, "main memory of a machine, GiB="),
         ({"control": True}, "control"),
+        (
+            {"objective": {"dual_clip": 3.0}},
+            r"objective\.dual_clip=3\.0: expected None, the default: it is not carried",
+        ),
+        ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, r"sampling\.top_p=0\.9"),
         ({"train": {"steps": 0}}, "train.steps"),
     ],
 )
