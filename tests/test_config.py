@@ -160,6 +160,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         },
         "sampling.min_p=0.1: expected 0",
     ),
+    (
+        {
+            "sampling": {"top_p": 0.9, "truncation_replay": "recompute"},
+            "opd": {"enabled": False},
+            "objective": {"rollout_weights": "truncated"},
+        },
+        "objective.rollout_weights='truncated': expected none",
+    ),
     ({"sampling": {"top_k": 0}}, "sampling.top_k=0: expected -1"),
     ({"sampling": {"temperature": 0}, "opd": {"enabled": False}}, "sampling.temperature=0: expected"),
     ({"train": {"samples_per_prompt": 1}}, "train.samples_per_prompt=1: expected at least 2"),

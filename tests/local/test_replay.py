@@ -132,11 +132,17 @@ def test_the_trainer_replays(mode: str, server: ServerProcess, trio: Any) -> Non
     reference = MegatronPolicy.from_hf(trio.senior, None, threads=1)
     rows = rows_of(results)
     trainer = Trainer(config, trainable, reference)
+    full = np.split(
+        log_ratios(reference, rows, 1.0, None).numpy() + np.concatenate([r.old_log_probs for r in rows]),
+        np.cumsum([r.response_length for r in rows])[:-1],
+    )
+    rows = [dataclasses.replace(r, ref_log_probs=f) for r, f in zip(rows, full, strict=True)]
     metrics = trainer.update(rows)
     assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["train/logprob_diff"] < 1e-5
     assert metrics["train/clip_fraction"] == 0.0
     # The reference is the full distribution: what was cut off is part of the divergence, which is above 0 from the start.
+    assert metrics["train/kl_loss"] is not None
     assert metrics["train/kl_loss"] > 0.005
     # A junior's token keeps its full distribution.
     junior = [dataclasses.replace(r, replayed=r.replayed & False, kept_ids=((),) * r.response_length) for r in rows]  # type: ignore[operator]

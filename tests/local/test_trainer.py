@@ -173,7 +173,12 @@ def trainer_with_kl(trio, *overrides: str) -> tuple[Trainer, list[TrainRow]]:  #
 def test_the_start_weights_score_each_sample_once_and_in_order(trio) -> None:  # type: ignore[no-untyped-def]
     trainer, rows = trainer_with_kl(trio)
     samples = [
-        SimpleNamespace(prompt_ids=r.tokens[: -r.response_length], response_ids=r.tokens[-r.response_length :])
+        SimpleNamespace(
+            prompt_ids=r.tokens[: -r.response_length],
+            response_ids=r.tokens[-r.response_length :],
+            authorship_mask=(1,) * r.response_length,
+            kept_ids=(),
+        )
         for r in rows
     ]
     reference = trainer.reference_log_probs(samples)  # type: ignore[arg-type]

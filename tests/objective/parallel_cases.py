@@ -42,10 +42,11 @@ class Batch:
         self.output[20] = self.output[2]  # equal logits in both shards
         self.before, self.tokens = (torch.randint(V, (self.T,), generator=g) for _ in range(2))
         self.sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-        rand = torch.rand(6, self.T, generator=g)
+        rand = torch.rand(7, self.T, generator=g)
         self.replayed = rand[0] < 0.7
         self.weights = torch.where(rand[1] < 0.3, 0.0, rand[1] + 0.2)
         self.opd_weights = torch.where(rand[2] < 0.5, 0.0, rand[2])
+        self.junior_weights = (rand[6] < 0.3).float()
         self.advantages, self.noise, self.teacher = rand[3] - 0.5, rand[4] * 0.8 - 0.4, -3 * rand[5]
 
     def kept_lists(self, cut: Truncation) -> list[list[int]]:
@@ -62,9 +63,10 @@ class Batch:
         """Loss, metrics and gradients, summed over `parts` (indices of tokens); `tensor`: this rank has half of the vocabulary,
         `gather`: this rank has half of the tokens."""
         embedding, output = self.embedding.clone().requires_grad_(), self.output.clone().requires_grad_()
-        n = Denominators(float(self.weights.sum()), float(self.opd_weights.sum()))
-        objective, opd = ObjectiveConfig(kl_coef=0.1), OpdConfig()
-        per_token = (self.weights, self.opd_weights, self.advantages, self.teacher, self.noise)
+        n = Denominators(*(float(x.sum()) for x in (self.weights, self.opd_weights, self.junior_weights)))
+        objective = ObjectiveConfig(kl_coef=0.1, lambda_jun=0.1, rollout_weights="truncated", rollout_weight_max=1.05)
+        opd = OpdConfig()
+        per_token = (self.weights, self.opd_weights, self.junior_weights, self.advantages, self.teacher, self.noise)
         pad = [torch.cat([x, x.new_zeros(1)]) for x in per_token]
         before, tokens, replayed = (torch.cat([x, x.new_zeros(1)]) for x in (self.before, self.tokens, self.replayed))
         kept = [*self.kept_lists(cut), []]
@@ -75,9 +77,19 @@ class Batch:
             replay = Replay(cut, replayed[part], KeptIds.of([kept[i] for i in part.tolist()]) if lists else None)
             group = dist.group.WORLD if tensor else None
             log_probs, entropy = token_log_probs(logits, tokens[part], TEMPERATURE, replay=replay, group=group)
-            weights, opd_weights, advantages, teacher, noise = (x[part] for x in pad)
+            weights, opd_weights, junior_weights, advantages, teacher, noise = (x[part] for x in pad)
             near = log_probs.detach()
-            packed = PackedTokens(near + noise, advantages, weights, opd_weights, teacher, near - noise)
+            packed = PackedTokens(
+                near + noise,
+                advantages,
+                weights,
+                opd_weights,
+                teacher,
+                ref_log_probs=near - noise,
+                rollout_log_probs=near + noise / 2,
+                junior_weights=junior_weights,
+                junior_log_probs=near - noise / 2,
+            )
             loss, metrics = tandem_loss(log_probs, entropy, packed, n, objective, opd)
             loss.backward()
             for name, value in metrics.items():
