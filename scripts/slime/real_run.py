@@ -262,6 +262,13 @@ def fused_flags(a, env, section):
     return flags
 
 
+def wait_for(servers, start):
+    """Until every server answers."""
+    for server in servers.values():
+        server.wait_ready()
+    print(f"servers of junior and teacher up after {time.monotonic() - start:.0f} s", flush=True)
+
+
 def main():
     a = arguments()
     a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
@@ -272,15 +279,14 @@ def main():
     try:
         for server in servers.values():
             server.launch()
-        for server in servers.values():
-            server.wait_ready()
+        if a.embedded:  # their ports are known when they are up
+            wait_for(servers, t0)
         config = a.work / "tandem.yaml"
         section = settings(a, {name: s.url for name, s in servers.items()})
         config.write_text(yaml.safe_dump(section, sort_keys=False))
         # The last of a repeated flag counts: what the machine needs stands behind what the fused engine is told.
         flags = (fused_flags(a, env, section) if a.fused else []) + slime_flags(a, config)
         (a.work / "command.txt").write_text(f"{a.entry} {shlex.join(flags)}\n")
-        print(f"servers of junior and teacher up after {time.monotonic() - t0:.0f} s", flush=True)
         start = [
             a.python,
             "-W",
@@ -296,6 +302,8 @@ def main():
         with log.open("ab") as out:
             train = subprocess.Popen([*start, *flags], cwd=a.slime, env=env, stdout=out, stderr=out)
             try:
+                if not a.embedded:  # slime starts its own engine meanwhile, which takes as long
+                    wait_for(servers, t0)
                 code = train.wait(timeout=a.limit)
             except subprocess.TimeoutExpired:
                 code = 124
