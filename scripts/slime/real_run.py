@@ -137,7 +137,7 @@ def slime_flags(a, config):
         "--rollout-max-response-len", a.max_tokens, "--rollout-temperature", 1.0,
         "--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28, "--entropy-coef", 0.0,
         "--disable-grpo-std-normalization", "--use-rollout-logprobs",
-        "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--weight-decay", 0.0,
+        "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--override-opt-param-scheduler", "--weight-decay", 0.0,
         "--adam-beta1", 0.9, "--adam-beta2", 0.95,
         "--custom-config-path", config,
         "--data-source-path", "slime_tandem.slime_hooks.data_source.MessagesDataSource",
