@@ -114,6 +114,11 @@ def server_flags(a):
     return flags, ["disable-piecewise-cuda-graph"]
 
 
+def asynchronous(a):
+    """Trainer and senior have GPUs of their own, and work at the same time."""
+    return a.entry == "train_async.py"
+
+
 def slime_flags(a, config):
     """Everything that train.py is told."""
     senior = a.models / "senior"
@@ -123,7 +128,7 @@ def slime_flags(a, config):
     out = [
         "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
         "--rollout-num-gpus", a.gpus, "--rollout-num-gpus-per-engine", 1,
-        "--colocate", "--no-offload-train", "--no-offload-rollout",
+        *(() if asynchronous(a) else ("--colocate",)), "--no-offload-train", "--no-offload-rollout",
         "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
         "--save-interval", a.save_interval, *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
