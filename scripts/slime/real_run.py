@@ -114,6 +114,11 @@ def server_flags(a):
     return flags, ["disable-piecewise-cuda-graph"]
 
 
+def asynchronous(a):
+    """Trainer and senior have GPUs of their own, and work at the same time."""
+    return a.entry == "train_async.py"
+
+
 def slime_flags(a, config):
     """Everything that train.py is told."""
     senior = a.models / "senior"
@@ -123,7 +128,7 @@ def slime_flags(a, config):
     out = [
         "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
         "--rollout-num-gpus", a.gpus, "--rollout-num-gpus-per-engine", 1,
-        "--colocate", "--no-offload-train", "--no-offload-rollout",
+        *(() if asynchronous(a) else ("--colocate",)), "--no-offload-train", "--no-offload-rollout",
         "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
         "--save-interval", a.save_interval, *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
@@ -137,7 +142,8 @@ def slime_flags(a, config):
         "--rollout-max-response-len", a.max_tokens, "--rollout-temperature", 1.0,
         "--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28, "--entropy-coef", 0.0,
         "--disable-grpo-std-normalization", "--use-rollout-logprobs",
-        "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--weight-decay", 0.0,
+        "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--override-opt-param-scheduler",
+        "--weight-decay", 0.0,
         "--adam-beta1", 0.9, "--adam-beta2", 0.95,
         "--custom-config-path", config,
         "--data-source-path", "slime_tandem.slime_hooks.data_source.MessagesDataSource",

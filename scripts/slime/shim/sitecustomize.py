@@ -4,7 +4,9 @@ Python imports this module by its name when its folder is on PYTHONPATH. It wait
 - slime's backends/megatron_utils/initialize.py asserts numpy 1.x; its `np` becomes one that says so (what it calls is the same
   in 2.x).
 - Megatron's core/optimizer/distrib_optimizer.py: without Transformer Engine and Apex it cannot load a checkpoint, because
-  `state_dict` wants the step count of an optimizer that has not stepped (an assertion). It gets the state of step 0.
+  `state_dict` wants the step count of an optimizer that has not stepped (an assertion), and the tensors of a checkpoint lack
+  the count that PyTorch's Adam keeps beside its moments (a KeyError). It gets the state of step 0; the count comes from the
+  checkpoint's groups, where Megatron keeps it.
 - SLIME_TANDEM_CPU=1: slime's utils/accelerator gets a CPU backend, and the names of torch.cuda that Megatron and slime call
   directly do nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
 """
@@ -59,7 +61,16 @@ def _distrib_optimizer(module):
                 self.optimizer.state[parameter].update(step=torch.zeros(()), **moments)
         return told(self)
 
+    take = module.DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def take_states(self, model_param, tensors):
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        state["step"] = state["step"].clone()  # Megatron gives all parameters one tensor, which Adam counts up in place
+        take(self, model_param, {"step": state["step"], **tensors})
+
     module.DistributedOptimizer.state_dict = state_dict
+    module.DistributedOptimizer._set_main_param_and_optimizer_states = take_states
 
 
 _AFTER = {
