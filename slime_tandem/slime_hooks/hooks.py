@@ -20,7 +20,7 @@ from slime_tandem.errors import DataError, explain
 from slime_tandem.local.batches import build_rows
 from slime_tandem.local.rollouts import response_metrics, teacher_metrics
 from slime_tandem.local.tasks import extract_answer, label_reward
-from slime_tandem.objective.advantages import group_advantages
+from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
 from slime_tandem.objective.loss import Denominators, tandem_loss
 from slime_tandem.slime_hooks import runtime, wire
@@ -117,7 +117,9 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     raw = [_reward_of(s, args) for s in samples]
     if all(s.rollout_log_probs is None for s in samples):  # nothing to carry: a trainer with our loss will say so
         groups = [-1 if s.group_index is None else s.group_index for s in samples]
-        return raw, group_advantages(raw, groups, config.objective.scale_advantages)[0].tolist()
+        o = config.objective
+        values, _ = group_advantages(raw, groups, o.scale_advantages, o.baseline)
+        return raw, clip_advantages(values, o.clip_advantages)[0].tolist()
     written = [s for s in samples if wire.failure_of(s) is None]
     scored = [_scored(s, args, config) for s in written]
     rows, metrics = build_rows(scored, config)

@@ -6,22 +6,21 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
-from slime_tandem.config import ObjectiveConfig, RunConfig, SamplingConfig
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, explain, explain_os_error
 from slime_tandem.files import whole_file
 from slime_tandem.local.architecture import Architecture
+from slime_tandem.slime_hooks.settings import check_flags
 from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Layout, check_sglang_config, layout, sglang_config, to_yaml
 from slime_tandem.slime_launch.memory import GIB, RESERVED, engine_memory, host_bytes, trainer_memory
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
@@ -57,8 +56,6 @@ _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_p", "top_k", "max_new_tokens", "stop"),
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
-_OBJECTIVE = ("reward_coef", "scale_advantages", "clip_low", "clip_high", "kl_coef", "kl_estimator")
-_SAMPLING = ("temperature", "max_new_tokens", "stop", "on_failed_sample")
 _FORBIDDEN: dict[str, str] = {
     "--use-routing-replay": "a junior's tokens have no routes to replay",
     "--use-rollout-routing-replay": "a junior's tokens have no routes to replay",
@@ -177,24 +174,6 @@ def _not_under_slime(config: RunConfig) -> None:
     ):
         if bad:
             raise ConfigError(explain(name, value, expected, "change it for slime"))
-    # What our hooks are known to do under slime; the local trainer does more.
-    o, s = config.objective, config.sampling
-    fixed = {
-        f"objective.{n}": (getattr(o, n), d) for n, d in ObjectiveConfig().model_dump().items() if n not in _OBJECTIVE
-    }
-    fixed |= {
-        f"sampling.{n}": (getattr(s, n), d) for n, d in SamplingConfig().model_dump().items() if n not in _SAMPLING
-    }
-    for name, (value, default) in fixed.items():
-        if value != default:
-            raise ConfigError(
-                explain(name, value, f"{default}, the default: it is not carried into slime", "remove it")
-            )
-    if o.scale_advantages not in ("none", "std") or o.kl_estimator not in ("k1", "k2", "k3"):
-        given = f"{o.scale_advantages}, {o.kl_estimator}"
-        raise ConfigError(
-            explain("objective.scale_advantages, kl_estimator", given, "none or std; k1, k2 or k3", "change it")
-        )
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -367,9 +346,8 @@ def _accepted(config: RunConfig, ours: Sequence[str], extra: Sequence[str], plac
             )
         elif name not in mine:
             kept += [name, *values]
-    if find_spec(PACKAGE) is not None:  # what the hooks themselves would refuse when the job has started
-        hooks = importlib.import_module(f"{PACKAGE}.settings")
-        hooks.check_flags(SimpleNamespace(**_as_arguments({**mine, **split(kept)})), config)
+    # What the hooks themselves would refuse when the job has started.
+    check_flags(SimpleNamespace(**_as_arguments({**mine, **split(kept)})), config)
     return kept
 
 
