@@ -299,7 +299,7 @@ def main():
             "ignore",
             "-c",
             _START,
-            str(a.gpus),
+            str(a.gpus * (1 + asynchronous(a))),
             "16",
             f"/tmp/r{os.getpid()}",
             str(a.slime / a.entry),

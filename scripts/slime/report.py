@@ -25,13 +25,15 @@ _COLUMNS = {
 
 def read(log):
     """({rollout: {metric: value}}, [(rollout, sent, received)]) of a log; a resumed run's lines come later and count."""
-    steps, sums, sent = {}, [], None
+    steps, sums, sent = {}, [], {}
     for line in log.read_text(errors="replace").splitlines():
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
         if found := _SENT.search(line):
-            sent = found
-        elif (found := _RECEIVED.search(line)) and sent is not None:
-            sums.append((int(sent[1]), sent[3], found[2], int(found[1])))
+            sent[found[3]] = last = int(found[1])
+        elif (found := _RECEIVED.search(line)) and sent:
+            # train_async.py sends the next rollout before this one is trained on: they are known by their sums.
+            number = sent.get(found[2], last)
+            sums.append((number, found[2] if found[2] in sent else "none", found[2], int(found[1])))
         elif found := _LINE.search(line):
             try:
                 values = ast.literal_eval(found[3].replace("nan", "None"))
@@ -39,7 +41,7 @@ def read(log):
                 continue
             kind, number = found[1], int(found[2])
             if kind == "step":  # optimizer steps of one rollout share its row: the last one counts
-                number = max((r for r, *_ in sums), default=number)
+                number = sums[-1][0] if sums else number
             steps.setdefault(number, {}).update(values)
     return steps, sums
 
