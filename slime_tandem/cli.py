@@ -597,11 +597,14 @@ def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
     tables = [boundary_ids(s, tokenizer.tokens.table, tokenizer.tokens.special) for s in ("word", "sentence")]
     if args.boundary_ids:
         try:
-            tables.append(frozenset(int(i) for i in json.loads(Path(args.boundary_ids).read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError) as error:
+            ids = json.loads(Path(args.boundary_ids).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 explain("--boundary-ids", args.boundary_ids, "a file with a JSON list of ids", str(error))
             ) from None
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise ConfigError(explain("--boundary-ids", ids, "a JSON list of whole numbers", "correct the file"))
+        tables.append(frozenset(ids))
     extra = ([args.model] if args.model else []) + args.sglang_args
     server = FusedServer(
         senior,

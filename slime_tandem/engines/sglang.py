@@ -114,8 +114,8 @@ def free_port(host: str, port: int = 0) -> int:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind((host, candidate))
-            except OSError as error:
-                reason = error.strerror
+            except (OSError, OverflowError) as error:  # OverflowError: no number of a port
+                reason = error.strerror if isinstance(error, OSError) else str(error)
                 continue
             return candidate
     raise PortInUseError(explain("port", port, f"a free port on {host} ({reason})", "stop the other process, or use 0"))

@@ -113,3 +113,10 @@ def test_unusable_settings_are_told(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"port={port}"):
             SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", port=port).start()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_number_that_is_no_port_is_refused(tmp_path: Path, port: int) -> None:
+    server = SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", port=port)
+    with pytest.raises(PortInUseError, match=f"port={port}: .*0-65535"):
+        server.launch()

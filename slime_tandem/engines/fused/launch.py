@@ -153,9 +153,11 @@ def environment(base: Mapping[str, str], *, cuda: bool) -> dict[str, str]:
     return env
 
 
-def default_flags(*, cuda: bool) -> dict[str, str | None]:
-    """Flags of `sglang.launch_server` for this kind of device; None: a flag without a value."""
+def default_flags(*, cuda: bool, context: int | None = None) -> dict[str, str | None]:
+    """Flags of `sglang.launch_server` for this kind of device and `pair.context_length`; None: a flag without a value."""
     flags: dict[str, str | None] = {"--sampling-backend": "pytorch", "--grammar-backend": "none"}
+    if context is not None:
+        flags["--context-length"] = str(context)
     if cuda:
         return {**flags, "--attention-backend": "triton"}
     # An idle scheduler would take a whole core, and the cores are shared; a pool of its own choice takes most of the memory.
@@ -189,7 +191,7 @@ def slime_settings(
     override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
     own = environment({}, cuda=True)
     flags = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
-    for flag, value in default_flags(cuda=True).items():
+    for flag, value in default_flags(cuda=True, context=pair.context_length(*configs)).items():
         flags += [f"--sglang-{flag.removeprefix('--')}", *([] if value is None else [value])]
     # slime's colocation releases weights; it sends the senior again, the junior comes back from this copy only.
     flags.append("--sglang-enable-weights-cpu-backup")
@@ -235,7 +237,7 @@ class FusedServer(ChildServer):
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
         self._flags = ["--model-path", str(self.senior), "--host", host, "--dtype", dtype]
-        for flag, value in default_flags(cuda=self._cuda).items():
+        for flag, value in default_flags(cuda=self._cuda, context=pair.context_length(*self._configs)).items():
             self._flags += [flag] if value is None else [flag, value]
         if api_key is not None:
             self._flags += ["--api-key", api_key]

@@ -21,10 +21,43 @@ def kv_heads(config: Mapping[str, Any]) -> int:
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
+def context_length(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> int | None:
+    """Tokens that SGLang must be told to stop at, where the junior's context is the shorter one; else None.
+
+    SGLang takes the senior's context and stretches the position tables of every layer to it: past its own context the
+    junior would write what it was never trained to, and nothing would tell.
+
+    >>> context_length({"max_position_embeddings": 512}, {"max_position_embeddings": 256})
+    256
+    """
+    own, other = _context(senior), _context(junior)
+    return other if own is not None and other is not None and other < own else None
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    """The context as SGLang 0.5.15 takes it from a config (`get_context_length`); None where none is stated."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = "original_max_position_embeddings" not in rope and rope.get("rope_type") != "llama3"
+    positions = config.get("max_position_embeddings")
+    return None if positions is None else int(positions * (rope.get("factor", 1) if stretched else 1))
+
+
+def _damages(role: str, config: Mapping[str, Any]) -> list[str]:
+    """What is missing or no count among the sizes by which the engine is laid out."""
+    names = ["vocab_size", "num_hidden_layers", "num_attention_heads"]
+    names += [n for n in ("num_key_value_heads", "head_dim", "max_position_embeddings") if config.get(n) is not None]
+    names += [] if config.get("head_dim") else ["hidden_size"]
+    return [
+        explain(f"{role}.{name}", config.get(name), "a whole number above 0 in config.json", "save the model again")
+        for name in names
+        if type(config.get(name)) is not int or config[name] < 1
+    ]
+
+
 def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> None:
     """Raise ModelError, with every reason, unless both can share one engine.
 
-    >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2}
+    >>> config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     >>> require_fitting(config, {**config, "num_hidden_layers": 3})
     """
     faults = []
@@ -35,6 +68,7 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
         faults.append(
             explain("junior.model_type", junior.get("model_type"), f"{kind!r}, the senior's family", "use two servers")
         )
+    faults += [fault for role, config in (("senior", senior), ("junior", junior)) for fault in _damages(role, config)]
     if faults:
         raise ModelError("; ".join(faults))
     for role, config in (("senior", senior), ("junior", junior)):
@@ -54,6 +88,15 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
                     f"junior.{name}", value, f"{wanted}, the senior's: {reason}", "use two servers, or another junior"
                 )
             )
+    if junior.get("quantization_config") != senior.get("quantization_config"):
+        faults.append(
+            explain(
+                "junior.quantization_config",
+                junior.get("quantization_config"),
+                f"{senior.get('quantization_config')}, the senior's: SGLang reads both models by it",
+                "use two servers, or a junior quantized the same way",
+            )
+        )
     if junior["num_attention_heads"] > senior["num_attention_heads"]:
         faults.append(
             explain(

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from slime_tandem import cli
-from slime_tandem.engines.fused.launch import slime_settings
+from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
+from slime_tandem.engines.fused.launch import PYTHON_ENV, slime_settings
 from slime_tandem.errors import ConfigError, ModelError
 
 
@@ -66,3 +67,20 @@ def test_a_pair_that_does_not_fit_and_a_folder_that_cannot_be(folders: dict[str,
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="folder of the tables"):
         slime_settings(folders["qwen3-senior"], folders["qwen3-junior"], [frozenset({1})], tmp_path / "file" / "x")
+
+
+@only("content", ["[1.5]", "[true]", '"12"', '{"1": 2}', "[1e999]", "7", "[-1]", "{"])
+def test_boundary_ids_that_are_no_list_of_ids_are_refused(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+) -> None:
+    (tmp_path / "ids.json").write_text(content)
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{json.dumps({'version': KNOWN_VERSIONS[0], 'cuda': False})}'\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv(PYTHON_ENV, str(tmp_path / "python"))
+    pair = [str(folders["qwen3-senior"]), str(folders["qwen3-junior"])]
+    assert cli.main(["serve", "--port", "0", "--boundary-ids", str(tmp_path / "ids.json"), "--fused", *pair]) == 2
+    assert "ids" in capsys.readouterr().err

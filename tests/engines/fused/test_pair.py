@@ -32,6 +32,7 @@ JUNIOR = {**SENIOR, "hidden_size": 24, "num_hidden_layers": 5, "num_attention_he
         ({"head_dim": None}, "junior.head_dim=12: expected 16"),
         ({"num_attention_heads": 8}, "junior.num_attention_heads=8: expected at most the senior's 4"),
         ({"use_sliding_window": True, "sliding_window": 8}, "junior.use_sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "junior.quantization_config={'quant_method': 'fp8'}"),
     ],
     ids=str,
 )
@@ -41,6 +42,42 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(change: dict[str, A
         pair.require_fitting(SENIOR, {**JUNIOR, **change})
     assert text in str(error.value)
     assert "two servers" in str(error.value)
+
+
+@pytest.mark.parametrize("role", ["senior", "junior"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", None), ("vocab_size", "100"), ("num_hidden_layers", None), ("num_hidden_layers", 0),
+        ("num_attention_heads", None), ("num_attention_heads", True), ("num_key_value_heads", -2),
+        ("head_dim", "16"), ("max_position_embeddings", 1.5),
+    ],
+)  # fmt: skip
+def test_a_config_without_its_sizes_is_refused_by_name(role: str, name: str, value: object) -> None:
+    configs = {"senior": SENIOR, "junior": JUNIOR}
+    configs[role] = {**configs[role], name: value}
+    with pytest.raises(ModelError, match=rf"{role}\.{name}={value!r}: expected a whole number above 0"):
+        pair.require_fitting(configs["senior"], configs["junior"])
+
+
+@pytest.mark.parametrize(
+    ("senior", "junior", "limit"),
+    [
+        ({}, {}, None),
+        ({"max_position_embeddings": 512}, {}, None),
+        ({"max_position_embeddings": 256}, {"max_position_embeddings": 512}, None),
+        ({"max_position_embeddings": 512}, {"max_position_embeddings": 256}, 256),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": 4.0}}, {"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": 512, "rope_parameters": {"factor": 4.0, "rope_type": "llama3"}},
+         {"max_position_embeddings": 512}, None),
+    ],
+)  # fmt: skip
+def test_a_junior_with_a_shorter_context_bounds_the_engine(
+    senior: dict[str, Any], junior: dict[str, Any], limit: int | None
+) -> None:
+    found = pair.context_length({**SENIOR, **senior}, {**JUNIOR, **junior})
+    assert found == limit
+    assert launch.default_flags(cuda=True, context=found).get("--context-length") == (limit and str(limit))
 
 
 def test_an_unknown_family_is_refused() -> None:
