@@ -190,6 +190,17 @@ class TandemWriter:
                 writer._append(sample.response_ids[i], sample.log_probs[i], kept)
                 i += 1
         writer._fallen = writer._fallen or i in sample.fallback_starts
+        if writer._fused and writer._fallen:
+            raise DataError(
+                explain(
+                    f"TandemSample.fallback_starts of {sample.key}",
+                    sample.fallback_starts,
+                    "no open run that the senior writes in the junior's place, which a fused engine knows nothing of",
+                    "resume on two servers, as it was begun",
+                )
+            )
+        if writer._finish is None and i >= sampling.max_new_tokens:
+            writer._finish = "length"  # the text between two turns filled it; only the last scores were cut off
         writer._runs = list(sample.runs)
         writer._discarded, writer._requests = sample.discarded_tokens, sample.requests
         writer._scored = 0

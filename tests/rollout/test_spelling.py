@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import SamplingConfig, Strategy
@@ -243,3 +243,93 @@ def test_the_expressible_part_of_an_answer_is_kept() -> None:
     text = JuniorText(who[JUNIOR].speller, who[SENIOR].speller, (0,))
     found = text.translate((0, 4, 0), (-0.5, -0.25, -0.125))
     assert (found.ids, found.log_probs, found.complete) == ((1,), (-0.5,), False)
+
+
+NARROW_PLUS = TokenBytes((None, b"a", b" b", b"y"), frozenset({0}), frozenset({0}))
+"""As NARROW, with a letter of its own, so that the senior's "y" has no exact form for the junior either."""
+
+
+def spelt_by(tokens: TokenBytes, text: str) -> list[int]:
+    """A tokenizer without the letters that it does not know, as one without byte fallback."""
+    ids = {b.decode(): i for i, b in enumerate(tokens.table) if b}
+    return [ids[piece] for piece in re.findall("|".join(sorted(ids, key=len, reverse=True)), text)]
+
+
+class Aborting(Scripted):
+    """Cut off in its request number `cut` (None: never): it hands over what it has by then, or nothing."""
+
+    def __init__(
+        self, role: int, speller: Speller, prompt: tuple[int, ...], ids: Sequence[int], late: bool, cut: int | None
+    ) -> None:
+        super().__init__(role, speller, prompt, ids, late)
+        self.cut, self.asked = cut, 0
+
+    def _one(self, r: GenerateRequest) -> GenerateResult:
+        whole = super()._one(r)
+        self.asked += 1
+        if self.cut is None or self.asked <= self.cut:
+            return whole
+        n = draw(r.input_ids) % (len(whole.output_ids) + 1)
+        return replace(
+            whole,
+            output_ids=whole.output_ids[:n],
+            output_log_probs=whole.output_log_probs[:n],
+            finish_reason="abort",
+            input_log_probs=(),
+            input_ids=(),
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    strategy=st.sampled_from(get_args(Strategy)), prob=st.sampled_from([0.0, 0.3, 0.7]), seed=st.integers(0, 2**40),
+    gap=st.integers(1, 6), cap=st.integers(1, 40), late=st.booleans(), score=st.booleans(),
+    cuts=st.lists(st.integers(0, 8), max_size=4), most=st.none() | st.integers(1, 4),
+    stop=st.sampled_from([(), ("ab",), ("b b", "aa b")]),
+)  # fmt: skip
+@example(  # only the last scores were cut off, of a response that the text between two turns filled
+    strategy="word", prob=0.0, seed=83, gap=1, cap=11, late=False, score=True, cuts=[6], most=None, stop=(),
+)  # fmt: skip
+def test_a_junior_that_cannot_say_everything_through_turns_stops_and_resumes(
+    strategy: Strategy, prob: float, seed: int, gap: int, cap: int, late: bool, score: bool, cuts: list[int],
+    most: int | None, stop: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Juniors and seniors each with text and special tokens that the other has no form for, two turns, aborts anywhere."""
+    senior = Speller(NARROW_PLUS, lambda t: spelt_by(NARROW_PLUS, t), 0)
+    junior = Speller(WIDE, lambda t: spelt_by(WIDE, t), 3, {"<tool>": 4})
+    rule = HandoffRule(strategy, prob, gap, 3, boundary_ids(strategy, NARROW_PLUS.table, NARROW_PLUS.special))
+    key, sampling = SampleKey(seed, 0, 0), SamplingConfig(max_new_tokens=cap, stop=stop)
+    options = {"score_junior": score, "tokens_per_request": most}
+    writer = TandemWriter(
+        key, 0, PROMPT, (1,), rule, sampling, NARROW_PLUS, junior_text=JuniorText(junior, senior, (0,)), **options
+    )
+    pick = [i for i in range(5) if draw(seed, i) % 4]
+    turns = 0
+
+    async def environment(w: TandemWriter) -> list[int] | None:
+        nonlocal turns
+        turns += 1
+        return [2, 1, 3][: draw(seed, turns) % 3 + 1] if len(w.chat) < 3 else None
+
+    for cut in [*cuts, None]:
+        who = {
+            SENIOR: Aborting(SENIOR, senior, (1,), range(4), late, cut),
+            JUNIOR: Aborting(JUNIOR, junior, (0,), pick or [0], late, cut),
+        }
+        for engine in who.values():
+            engine.writers[f"{seed}-0-0"] = writer
+        sample = asyncio.run(write_one(writer, who, environment=environment))  # type: ignore[arg-type]
+        again = rule.authorship(
+            key, sample.response_ids, inserted=sample.inserted, fallback_starts=sample.fallback_starts
+        )
+        assert sample.authorship_mask == again
+        assert len(sample.response_ids) <= cap
+        covered = sorted([(r.start, r.stop) for r in sample.runs] + list(sample.inserted))
+        assert [i for a, b in covered for i in range(a, b)] == list(range(len(sample.response_ids)))
+        if sample.finish_reason != "abort":
+            break
+        text = JuniorText(junior, senior, (0,))
+        writer = TandemWriter.resume(sample, rule, sampling, NARROW_PLUS, junior_text=text, **options)
+    assert sample.finish_reason in ("stop", "length")
+    if score:
+        assert len(sample.senior_log_probs) == len(sample.response_ids)

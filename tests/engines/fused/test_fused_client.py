@@ -18,11 +18,11 @@ from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused import wire
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff
-from slime_tandem.errors import ConfigError, EngineError, EngineRejectedError
+from slime_tandem.errors import ConfigError, DataError, EngineError, EngineRejectedError
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
+from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey, TandemSample
 
 RULE = Handoff(akey=7, threshold=2**31, alternate=False, cap=None, table="")
 REQUEST = GenerateRequest("r", (1, 2, 3), 2, handoff=RULE)
@@ -177,6 +177,18 @@ def test_an_aborted_response_resumes_to_the_same_authors(rule: HandoffRule, i: i
     assert part.response_ids == whole.response_ids
     assert part.authorship_mask == whole.authorship_mask
     assert len(part.senior_log_probs) == len(part.response_ids)
+
+
+def test_a_run_that_fell_back_to_the_senior_is_not_resumed_on_a_fused_engine() -> None:
+    rule, key = HandoffRule("chunk", 0.5, 32, 2, frozenset()), SampleKey(4, 1, 0)
+    begun = TandemSample(
+        key=key, group_id=0, prompt=Prompt("p", (), None, "t"), prompt_ids=(2, 3), response_ids=(2, 2, 2),
+        authorship_mask=(1, 1, 1), log_probs=(-1.0,) * 3, finish_reason="abort", text="aaa",
+        runs=(AuthorRun(SENIOR, 0, 3, "v1"),), fallback_starts=(2,),
+    )  # fmt: skip
+    assert TandemWriter.resume(begun, rule, SamplingConfig(), TOKENS).next_request()[0] == SENIOR
+    with pytest.raises(DataError, match=r"fallback_starts.*resume on two servers"):
+        TandemWriter.resume(begun, rule, SamplingConfig(), TOKENS, fused=True)
 
 
 def test_a_wrong_author_fails_its_sample_alone_and_says_where() -> None:
