@@ -587,6 +587,7 @@ def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
     from slime_tandem.engines.fused.launch import FusedServer
     from slime_tandem.engines.hf import check_model_folder
     from slime_tandem.local.pretrain import resolve_model
+    from slime_tandem.local.text_tokenizer import load_response
     from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
@@ -597,14 +598,12 @@ def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
     tables = [boundary_ids(s, tokenizer.tokens.table, tokenizer.tokens.special) for s in ("word", "sentence")]
     if args.boundary_ids:
         try:
-            ids = json.loads(Path(args.boundary_ids).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            text = Path(args.boundary_ids).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                explain("--boundary-ids", args.boundary_ids, "a file with a JSON list of ids", str(error))
+                explain("--boundary-ids", args.boundary_ids, "a readable UTF-8 file", str(error))
             ) from None
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise ConfigError(explain("--boundary-ids", ids, "a JSON list of whole numbers", "correct the file"))
-        tables.append(frozenset(ids))
+        tables.append(frozenset(load_response(text, f"--boundary-ids {args.boundary_ids}")))
     extra = ([args.model] if args.model else []) + args.sglang_args
     server = FusedServer(
         senior,
