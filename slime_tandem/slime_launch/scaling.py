@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 FUSED_TOKENS_PER_S = 5788.0
 """Of a GPU with 4B + 0.6B inside (fused.md, 64 at once)."""
-PAIR_TOKENS_PER_S = 9507.0 / 3.24
-"""Of two GPUs, one model each (tandem-rollout.md, 64 at once: solo rate, and what co-writing makes of it)."""
+PAIR_TOKENS_PER_S = 9507.0 / 4.00
+"""Of two GPUs, one model each (tandem-rollout.md, free-running, 64 at once: solo rate, and what co-writing makes of it)."""
 REQUESTS_PER_TOKEN = 0.18
 """Two servers, free-running, as slime's rollout manager drives them (tandem-rollout.md)."""
 SHOWN_REQUESTS_PER_S = REQUESTS_PER_TOKEN * 16697.0 / 4.31
