@@ -225,7 +225,7 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     if checkpoint is not None:
         state = policy.load_checkpoint(checkpoint)
         step = int(state["step"])
-        trainer.kl_coef = float(state.get("kl_coef", trainer.kl_coef))  # older checkpoints have none
+        trainer.restore(state)
     resumed = resume and (arm.folder / "config.yaml").exists()
     with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
         writer.write_config(config)

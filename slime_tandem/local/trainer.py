@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, RunConfig
-from slime_tandem.errors import TandemError, explain
+from slime_tandem.errors import DataError, TandemError, explain
 from slime_tandem.local.batches import Response, Sequenced, TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.replay import replay_of
@@ -39,6 +40,12 @@ class Trainer:
         assert (reference is not None) == (config.objective.kl_coef > 0)
         self.config, self.policy, self.reference = config, policy, reference
         self.kl_coef = config.objective.kl_coef
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the coefficient over from a checkpoint where it adapts, into the bounds of now; else the config's stays."""
+        objective = self.config.objective
+        if objective.kl_target is not None and "kl_coef" in state:  # older checkpoints have none
+            self.kl_coef = min(max(float(state["kl_coef"]), objective.kl_coef_min), objective.kl_coef_max)
 
     def reference_log_probs(self, samples: Sequence[TandemSample]) -> list[FloatArray] | None:
         """Log-probs [R] of the start weights per sample, for `build_rows`; None in a run without KL.
@@ -75,7 +82,8 @@ class Trainer:
             guarded += over
             if over and objective.kl_guard == "stop":
                 raise _kl_left_target(step["kl"], objective)
-            self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
+            if any(v.numel() for v in values):  # an update without a weighted token tells nothing of the KL
+                self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
             if over and objective.kl_guard == "skip_updates":
                 break
         metrics: dict[str, float | None] = {
@@ -162,7 +170,14 @@ class Trainer:
         out, masked = [], 0
         for row, own in zip(rows, values, strict=True):
             used = (row.weights > 0) | (row.opd_weights > 0)
-            raw = torch.from_numpy(np.where(used, own - row.old_log_probs, 0.0)).float().exp()
+            log_ratio = np.where(used, own - row.old_log_probs, 0.0)
+            if not np.isfinite(log_ratio).all():  # masked out, a NaN of broken weights would look like a cautious run
+                i = int(np.flatnonzero(~np.isfinite(log_ratio))[0])
+                found = f"{own[i]} (trainer), {row.old_log_probs[i]} (engine)"
+                raise DataError(
+                    explain(f"log-probs of response token {i}", found, "finite numbers", "look for NaN in the weights")
+                )
+            raw = torch.from_numpy(log_ratio).float().exp()
             keep = bounded_rollout_weights(raw, objective).numpy() > 0
             masked += int((used & ~keep).sum())
             out.append(

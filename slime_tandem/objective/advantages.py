@@ -43,22 +43,29 @@ def group_advantages(
     if not np.isfinite(r).all():
         i = int(np.flatnonzero(~np.isfinite(r))[0])
         raise DataError(explain(f"rewards[{i}]", rewards[i], "a finite number", "mend the reward function"))
-    _, inverse, counts = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
+    numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}  # numpy would round ids of 64 bits to floats
+    inverse = np.array([numbers[g] for g in group_ids], dtype=np.int64)
     if len(inverse) != len(r):
         raise DataError(explain("group_ids", len(inverse), f"one per reward ({len(r)})", "pass both per sample"))
     if not len(r):
         return r, 0.0
-    centred = r - (np.bincount(inverse, r) / counts)[inverse]
-    variance = np.bincount(inverse, centred**2) / counts
+    counts = np.bincount(inverse)
     size = np.zeros(len(counts))
     np.maximum.at(size, inverse, np.abs(r))
+    # In units of a power of two per group, which rounds nothing: squares and sums stay in the number range.
+    exponent = np.frexp(size)[1]
+    r, size = np.ldexp(r, -exponent[inverse]), np.ldexp(size, -exponent)
+    centred = r - (np.bincount(inverse, r) / counts)[inverse]
+    variance = np.bincount(inverse, centred**2) / counts
     flat = np.sqrt(variance) <= 1e-12 * size
     if baseline == "leave_one_out":
         centred *= (counts / np.maximum(counts - 1, 1))[inverse]
     elif baseline == "median":
         centred = r - _medians(r, inverse, len(counts))[inverse]
     centred[flat[inverse]] = 0.0  # rounding of the mean must not become a signal
-    if scale != "none":
+    if scale == "none":
+        centred = np.ldexp(centred, exponent[inverse])
+    else:
         spread = np.sqrt(variance) if scale == "std" else _robust_spread(r, inverse, len(counts))
         centred /= np.where(flat, 1.0, spread)[inverse]
     return centred, float(flat.mean())

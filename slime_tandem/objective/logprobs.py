@@ -56,7 +56,7 @@ def token_log_probs(
 
     -inf is a token of probability 0 (log-prob -inf if it was sampled); a NaN or +inf makes its row NaN. Raises DataError for a
     temperature that is not above 0, ids outside the vocabulary (the kernels give NaN instead: a check would wait for the GPU),
-    and shapes that do not fit.
+    kept ids outside of it, shapes that do not fit, and `in_place` logits whose rows share memory.
 
     >>> lp, h = token_log_probs(torch.zeros(1, 4), torch.tensor([2]))
     >>> round(lp.item(), 4), round(h.item(), 4)
@@ -130,7 +130,7 @@ class _TokenLogProbs(torch.autograd.Function):
         out = logits if task.in_place else torch.empty_like(logits)
         if ctx.kernels is not None:
             rows = ctx.kernels.RowState(*state)
-            ctx.kernels.backward(logits, tokens, task.temperature, rows, grads.contiguous(), out)
+            ctx.kernels.backward(logits, tokens, task.temperature, rows, grads, out)
         else:
             normalisers, limits = state
             _backward(logits, tokens, task, normalisers, limits, grads, out)
@@ -238,7 +238,7 @@ def _shard(V: int, group: Group) -> tuple[int, int]:
 
 def _chunks(T: int, V: int) -> list[slice]:
     """Rows that are widened together; the same on every rank."""
-    step = max(1, _CHUNK // V)
+    step = max(1, _CHUNK // max(1, V))
     return [slice(a, min(T, a + step)) for a in range(0, T, step)]
 
 
@@ -266,6 +266,12 @@ def _check(logits: Tensor, tokens: Tensor, task: _Task, ids: bool) -> None:
         if not torch.equal(same, most):
             expected = f"[{most[0]}, {most[2]}] on every rank of the group"
             raise DataError(explain("logits", [T, V], expected, "pad the vocabulary to a multiple of the ranks"))
+    kept_ids = tokens[:0] if replay.kept is None else replay.kept.ids
+    if len(kept_ids) and not bool(((kept_ids >= 0) & (kept_ids < V * ranks)).all()):
+        found = (int(kept_ids.min()), int(kept_ids.max()))
+        raise DataError(explain("replay.kept.ids", found, f"ids in [0, {V * ranks})", "ask the server of this model"))
+    if task.in_place and 0 in logits.stride() and logits.numel() > 1:
+        raise DataError(explain("logits", f"strides {logits.stride()}", "memory of its own per logit", "clone them"))
     if ids and T and not bool(((tokens >= 0) & (tokens < V * ranks)).all()):
         found = (int(tokens.min()), int(tokens.max()))
         raise DataError(explain("tokens", found, f"ids in [0, {V * ranks})", "tokenise with this model's tokenizer"))

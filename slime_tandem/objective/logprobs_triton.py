@@ -298,6 +298,7 @@ def forward(
     the results: 3/64 of bfloat16 logits.
     """
     blocks = blocks or BLOCKS
+    tokens = tokens.contiguous()  # the kernels step over neighbours
     T, V = logits.shape
     n_groups = -(-V // blocks.group)
     n_parts = -(-n_groups // blocks.part)
@@ -317,7 +318,7 @@ def forward(
     few = top_k and truncation.top_k <= _FEW
     chosen = torch.empty(T, n_groups, dtype=torch.int32, device=logits.device) if cut else group_max
     _select[(T,)](
-        logits, logits.stride(0), tokens, tokens if replayed is None else replayed.to(torch.int8),
+        logits, logits.stride(0), tokens, tokens if replayed is None else replayed.to(torch.int8).contiguous(),
         group_max, part_max, part_sum, part_dot, chosen,
         log_probs, entropies, peak, threshold, log2_mass,
         V, n_groups, n_parts, scale, truncation.top_k, truncation.top_p, math.log2(truncation.min_p or 1.0),
@@ -341,6 +342,7 @@ def backward(
 ) -> None:
     """Write d(sum of `grads` [T] * log-probs) / d logits into `out` [T, V], which may be `logits`; zeros where `grads` is 0."""
     blocks = blocks or BLOCKS
+    tokens, grads = tokens.contiguous(), grads.contiguous()
     T, V = logits.shape
     n_groups = state.group_max.shape[1]
     n_parts = -(-n_groups // blocks.grad_part)

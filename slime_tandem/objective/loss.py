@@ -263,10 +263,10 @@ def tandem_loss(
             "rollout_weight_cut": mean(rollout_weights != raw),
         }
         assert tuple(metrics) == LOSS_METRICS
+        # An infinite ratio on a token of the distillation alone shows in no metric, but 0 * inf in its gradient.
+        fine = log_ratio.isfinite() & (ratio.isfinite() | ~counts)
         # One wait for the device: everything is read at once.
-        *values, sound = torch.stack(
-            [*(m.double() for m in metrics.values()), log_ratio.isfinite().all().double()]
-        ).tolist()
+        *values, sound = torch.stack([*(m.double() for m in metrics.values()), fine.all().double()]).tolist()
     if not sound or not all(map(math.isfinite, values)):
         _explain_fault(log_probs, entropy, batch, values[0])
     return loss, dict(zip(metrics, values, strict=True))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import TandemError
+from slime_tandem.errors import DataError, TandemError
 from slime_tandem.local.batches import TrainRow
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.trainer import Trainer
@@ -287,3 +287,30 @@ def test_the_settings_reach_the_loss_and_micro_batches_change_nothing(trio, chan
     assert largest(whole, gradient(trio, config(*base, "train.micro_batch_tokens=1"), rows)) < 1e-5 * max(
         1, largest(whole)
     )
+
+
+def test_an_update_without_a_weighted_token_leaves_the_coefficient(trio) -> None:  # type: ignore[no-untyped-def]
+    trainer, rows = trainer_with_kl(trio)
+    trainer.update([replace(row, weights=np.zeros(row.response_length)) for row in with_reference(rows)])
+    assert trainer.kl_coef == 0.1
+
+
+def test_a_checkpoints_coefficient_is_taken_where_it_adapts_within_the_new_bounds(trio) -> None:  # type: ignore[no-untyped-def]
+    trainer, _ = trainer_with_kl(trio, "objective.kl_coef_max=0.5")
+    for state, coef in (({"step": 1}, 0.1), ({"kl_coef": 0.3}, 0.3), ({"kl_coef": 4.0}, 0.5)):
+        trainer.restore(state)
+        assert trainer.kl_coef == coef
+    fixed = config("objective.kl_coef=0.2")
+    still = Trainer(fixed, trainer.policy, trainer.policy)
+    still.restore({"kl_coef": 4.0})
+    assert still.kl_coef == 0.2, "what the resumed run asks for"
+
+
+@pytest.mark.parametrize("mode", ["truncated", "masked"])
+def test_a_log_prob_that_is_no_number_is_not_masked_away(trio, mode: str) -> None:  # type: ignore[no-untyped-def]
+    cfg = config("opd.enabled=false", f"objective.rollout_weights={mode}")
+    p = policy(trio, cfg)
+    row, other = rows_for(p, SENIOR_ONLY, NONE)
+    broken = replace(row, old_log_probs=np.where(np.arange(3) == 1, np.nan, row.old_log_probs))
+    with pytest.raises(DataError, match=r"log-probs of response token 1=.*nan \(engine\)"):
+        Trainer(cfg, p, None).update([broken, other])

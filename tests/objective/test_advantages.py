@@ -45,7 +45,7 @@ def test_a_group_does_not_see_the_others(batch: list[tuple[float, int]]) -> None
         np.testing.assert_allclose(together[members], alone, atol=1e-9)
 
 
-@given(st.lists(st.integers(-50, 50), min_size=2, max_size=10), st.sampled_from([1e-9, 1e-3, 7.0, 1e9]))
+@given(st.lists(st.integers(-50, 50), min_size=2, max_size=10), st.sampled_from([1e-250, 1e-9, 1e-3, 7.0, 1e9, 1e250]))
 def test_scaling_the_rewards_scales_the_advantages(units: list[int], c: float) -> None:
     """However small or large the unit of the reward is, no signal is taken for rounding and no rounding for signal."""
     plain, flat = group_advantages(units, [0] * len(units))
@@ -200,3 +200,9 @@ def test_rewards_by_task() -> None:
     assert [sum(r["counts"]) for r in records] == [3, 1, 1]
     assert len({tuple(r) for r in records}) == 1, "the same keys for every task"
     assert reward_histograms([], []) == []
+
+
+def test_ids_of_64_bits_stay_apart_and_the_greatest_rewards_finite() -> None:
+    ids = [-1, -1, 2**63, 2**63 + 1, 2**63 + 1]
+    assert group_advantages([1.0, 3.0, 5.0, 0.0, 1.0], ids)[0].tolist() == [-1.0, 1.0, 0.0, -0.5, 0.5]
+    assert group_advantages([1.5e308, 1.5e308, 0.0, 0.0], [0, 0, 1, 1])[0].tolist() == [0.0] * 4

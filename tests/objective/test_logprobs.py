@@ -207,3 +207,13 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(DataError, match="one per token"):
             token_log_probs(logits, tokens, replay=replay)
+    for ids in ([[0], [5], [1]], [[-1], [], []]):
+        with pytest.raises(DataError, match=r"replay\.kept\.ids=.*ids in \[0, 5\)"):
+            token_log_probs(logits, tokens, replay=Replay(CUTS["top_k"], kept=KeptIds.of(ids)))
+    with pytest.raises(DataError, match="memory of its own"):
+        token_log_probs(logits[:1].expand(3, 5), tokens, in_place=True)
+
+
+def test_no_token_of_no_vocabulary() -> None:
+    log_probs, _ = token_log_probs(torch.zeros(0, 0), torch.zeros(0, dtype=torch.long))
+    assert log_probs.shape == (0,)

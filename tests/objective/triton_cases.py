@@ -46,6 +46,7 @@ def check(V: int, dtype: torch.dtype, cut: Truncation) -> None:
     want, want_entropy = token_log_probs(exact, tokens, 0.7, replay=Replay(cut, replayed))
     (want_grad,) = torch.autograd.grad(want, exact, grads.double())
     on = [t.to(DEVICE) for t in (x, tokens, replayed, grads)]
+    on[1:] = [torch.stack([t, t], 1)[:, 0] for t in on[1:]]  # not contiguous
     got, entropy, state = kernels.forward(on[0], on[1], 0.7, cut, on[2], SMALL)
     kernels.backward(on[0], on[1], 0.7, state, on[3], on[0], SMALL)  # in place
     case = f"V={V} {dtype} {cut}"
