@@ -598,8 +598,10 @@ def test_a_value_that_is_no_number_where_it_counts_is_refused(
         tandem_loss(inputs["log_probs"], inputs["entropy"], batch, den, objective, OPD)
 
 
-def test_a_ratio_out_of_range_on_a_token_of_the_distillation_alone_is_refused() -> None:
+@pytest.mark.parametrize("change", [{}, {"surrogate": "cispo"}, {"ratio": "sequence"}])
+def test_a_ratio_out_of_range_on_a_token_of_the_distillation_alone_is_refused(change: dict[str, str]) -> None:
     """Clipped, its value is finite; its gradient would be 0 * inf."""
     batch = PackedTokens(t(-800.0, -1.0), t(1.0, 1.0), t(0.0, 1.0), t(1.0, 1.0), t(-700.0, -1.0))
+    batch = dataclasses.replace(batch, sequences=torch.tensor([0, 0]))
     with pytest.raises(DataError, match=r"loss=.*expected finite terms and ratios"):
-        tandem_loss(t(-1.0, -1.0), t(0.0, 0.0), batch, denominators(batch), ObjectiveConfig(), OPD)
+        tandem_loss(t(-1.0, -1.0), t(0.0, 0.0), batch, denominators(batch), ObjectiveConfig(**change), OPD)  # type: ignore[arg-type]
