@@ -19,7 +19,7 @@ from slime_tandem.distill.scoring import describe_special
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, attempt
 from slime_tandem.engines.protocol import GenerateRequest
-from slime_tandem.errors import TandemError
+from slime_tandem.errors import TandemError, explain_os_error
 from slime_tandem.local.batches import Response, build_rows
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.rollouts import rollout
@@ -62,8 +62,11 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
             add(attempt("tokenizer", lambda role=role: probes.tokenizer(team.tokenizers[role], role)))  # type: ignore[misc]
         with team:
             _Bedside(config, team, tasks, policy, add, prompts, length_updates).examine()
-    except TandemError as error:
-        what, _, remedy = str(error).partition("Remedy: ")
+    except (TandemError, OSError) as error:
+        told = str(error)
+        if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
+            told = explain_os_error(error.filename or config.run_dir, error)
+        what, _, remedy = told.partition("Remedy: ")
         add(Finding("models and servers", "fail", what.strip(), remedy))
     return findings
 

@@ -98,3 +98,13 @@ def test_models_that_do_not_fit_are_found_before_any_server(
     code, out = doctor(trio, tmp_path, capsys, "sampling.temperature=0", "train.steps=0", "opd.enabled=false")
     assert code == 3
     assert "fail  sampling: sampling.temperature=0" in out
+
+
+def test_a_folder_that_cannot_be_written_is_a_finding_in_the_json(
+    trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "runs").write_text("a file stands here")
+    code, out = doctor(trio, tmp_path, capsys, flags=("--json",))
+    assert code == 3
+    assert statuses(out)["models and servers"] == "fail"
+    assert "check the path and its permissions" in out
