@@ -94,7 +94,8 @@ def test_the_json_holds_all_four_parts_with_intervals(written: Path) -> None:
     assert results["drift/k1"]["value"] > 0.1, "two random models differ"
     assert results["drift/k1"]["unit"] == "nats/token"
     assert results["legibility/nats_per_token"]["value"] < 0
-    sampling = {"temperature": 1.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 10, "stop": []}
+    sampling = {"temperature": 1.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "truncation_replay": "recompute"}
+    sampling |= {"max_new_tokens": 10, "stop": []}
     assert tree["setup"]["sampling"] == sampling
     assert tree["setup"]["handoff"] == {"strategy": "word", "author_schedule": "alternate"}
     assert tree["notes"] == []

@@ -296,6 +296,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
         | {
             **OWN_SERVERS,
             "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
+            "objective": {},
             "opd": {"enabled": False},
             "tandem": {"prob_senior": 0.8},
             "sampling": {"max_new_tokens": 24},
@@ -337,6 +338,7 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
     changes = settings(trio, tmp_path, control=False)
     changes["models"]["junior"] = str(trio.teacher)
     changes["tandem"] = {"junior_tokenizer": "any", "junior_token_loss_weight": 0.25}
+    changes["objective"] = {"kl_coef": 0.1}
     changes["engine"] = {**BASE["engine"], "sessions": True, "tokens_per_request": 4}
     changes["sampling"] = {**BASE["sampling"], "stop": ["answer"]}
     changes["train"] = {**BASE["train"], "steps": 2}
