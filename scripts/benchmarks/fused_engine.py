@@ -6,8 +6,10 @@ Dummy weights with the dimensions of published models, random prompts, responses
 
 SGLang must be importable by this very Python (or by `--sglang-python`). Prints one JSON line per row and a table at the
 end. The yardstick is (T_senior + T_junior) / T_senior: what two models cost that share nothing and waste nothing.
-`--cells 1024@64 8192@16` measures these combinations only (tokens @ concurrency, that many requests); `--profile 64` also
-lets SGLang's profiler record ten decode steps of each engine at that concurrency.
+`--cells 1024@64 8192@16x3` measures these combinations only (tokens @ concurrency x rounds); `--profile 64` also lets SGLang's
+profiler record ten decode steps of each engine at that concurrency. `--two-servers 128` keeps senior and junior up side by
+side on the card and has them write in tandem, for the cells with that many tokens at most. `--repeats` runs every cell several
+times; the median counts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,15 +35,18 @@ from pathlib import Path
 from typing import Any
 
 from bench_models import QWEN3, SIZES, make_folder
+from tandem_rollout import VARIANTS, make_writers, tandem
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import environment, override_args, write_tables
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.engines.sglang import free_port
+from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.tandem import handoff_of
 from slime_tandem.signals import terminate_as_interrupt
-from slime_tandem.types import SampleKey
+from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
 PROMPT_IDS = 150000
 """Prompts are drawn from the ids below: ordinary tokens of any Qwen vocabulary."""
@@ -60,8 +66,13 @@ def table() -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str, Any] | None) -> Iterator[str]:
-    """A running SGLang; its URL. Ends the processes that it started, no others."""
+def served(
+    args: argparse.Namespace, folder: Path, log: Path, override: dict[str, Any] | None, memory: float = 0.8
+) -> Iterator[str]:
+    """A running SGLang; its URL. Ends the processes that it started, no others.
+
+    `memory`: the share of what is free on the card at its start that weights and pool may take.
+    """
     port = free_port("127.0.0.1")
     env = dict(os.environ) if override is None else environment(os.environ, cuda=True)
     env |= {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
@@ -84,7 +95,7 @@ def served(args: argparse.Namespace, folder: Path, log: Path, override: dict[str
         ]
         command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "16384"]
     else:
-        command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", "0.8"]
+        command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", str(memory)]
         command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, _ in args.cells))]
     if override is not None:
         command += ["--json-model-override-args", json.dumps(override)]
@@ -144,6 +155,40 @@ async def drive(url: str, jobs: list[GenerateRequest], concurrency: int) -> tupl
         return time.perf_counter() - t, list(results)
 
 
+async def fresh_drive(url: str, jobs: list[GenerateRequest], concurrency: int) -> tuple[float, list[GenerateResult]]:
+    """`drive` with nothing cached of an earlier repetition."""
+    async with EngineClient(url, timeout_s=60) as client:
+        await client.flush_cache()
+    return await drive(url, jobs, concurrency)
+
+
+async def two_servers(
+    args: argparse.Namespace, urls: tuple[str, str], name: str, tokens: Any, rows: list[dict[str, Any]]
+) -> None:
+    """The same rule and lengths written by two servers on this card, each cell driven as `engine.tokens_per_request=auto`."""
+    rule = HandoffRule("word", 0.5, CAP, 16, boundary_ids("word", tokens.table, tokens.special))
+    async with (
+        EngineClient(urls[0], role="senior", timeout_s=1800, max_connections=0) as senior,
+        EngineClient(urls[1], role="junior", timeout_s=1800, max_connections=0) as junior,
+    ):
+        clients = {SENIOR: senior, JUNIOR: junior}
+        for length, at_once, count in [(16, 16, 16), *(c for c in args.cells if c[0] <= args.two_servers)]:
+            rng = random.Random(at_once)
+            took, written = 0.0, 0
+            variant = VARIANTS["lockstep-w6" if at_once <= 128 else "lockstep"]
+            for wave in range(count // at_once):
+                prompts = [tuple(rng.randrange(PROMPT_IDS) for _ in range(args.prompt)) for _ in range(at_once)]
+                writers = make_writers(prompts, rule, tokens, length, variant, wave)
+                _, measured, _ = await tandem(clients, writers, variant)
+                took, written = took + measured["wall_s"], written + int(measured["tokens"])
+            row = {
+                "engine": name, "prob_senior": 0.5, "new_tokens": length, "concurrency": at_once, "requests": count,
+                "tokens": written, "seconds": round(took, 3), "tokens_per_s": round(written / took, 1),
+            }  # fmt: skip
+            if length > 16:
+                keep(args, rows, row)
+
+
 def mismatches(rule: HandoffRule, results: list[GenerateResult]) -> int:
     """Tokens whose reported author is not the rule's."""
     return sum(
@@ -160,7 +205,10 @@ def measure(
         now = None if rule is None else HandoffRule("word", prob, CAP, 16, rule.boundary)
         for length, concurrency, count in args.cells:
             asyncio.run(drive(url, requests(args, min(count, 32), now, 16), concurrency))  # warm
-            seconds, results = asyncio.run(drive(url, requests(args, count, now, length), concurrency))
+            jobs = requests(args, count, now, length)
+            runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(args.repeats)]
+            seconds = statistics.median(s for s, _ in runs)
+            results = next(r for s, r in runs if s == statistics.median_low(s for s, _ in runs))
             written = sum(len(r.output_ids) for r in results)
             row: dict[str, Any] = {
                 "engine": name,
@@ -171,6 +219,7 @@ def measure(
                 "tokens": written,
                 "seconds": round(seconds, 3),
                 "tokens_per_s": round(written / seconds, 1),
+                "least_and_most_s": [round(f(s for s, _ in runs), 3) for f in (min, max)],
             }
             if now is not None:
                 senior = sum(sum(r.authors) for r in results)
@@ -234,6 +283,35 @@ def gpu_time(events: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def solo(
+    args: argparse.Namespace, work: Path, pairs: list[tuple[str, str]], logs: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Each model alone, and with --two-servers every pair's two at once."""
+    if args.only == "fused":
+        return
+    known: set[str] = set()
+
+    def measure_once(size: str, url: str) -> None:
+        if size not in known:
+            known.add(size)
+            measure(args, url, size, None, rows)
+
+    if not args.two_servers:
+        for size in sorted({size for pair in pairs for size in pair}):
+            with served(args, work / size, logs / f"{size}.log", None) as url:
+                measure_once(size, url)
+        return
+    tokens = ModelTokenizer.load(args.tokenizer).tokens
+    for senior, junior in pairs:
+        with (
+            served(args, work / senior, logs / f"{senior}.log", None, 0.4) as first,
+            served(args, work / junior, logs / f"{junior}-beside.log", None) as second,
+        ):
+            measure_once(senior, first)
+            measure_once(junior, second)
+            asyncio.run(two_servers(args, (first, second), f"two servers {senior}+{junior}", tokens, rows))
+
+
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
     def speed(engine: str, length: int, concurrency: int, prob: float | None = None) -> float:
         same = (engine, length, concurrency, prob)
@@ -242,8 +320,10 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
              if "new_tokens" in r and (r["engine"], r["new_tokens"], r["concurrency"], r["prob_senior"]) == same), float("nan"),
         )  # fmt: skip
 
-    print("| pair | p | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | aim | x aim |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| pair | p | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | aim | x aim | two servers x |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for senior, junior in pairs:
         for r in rows:
             if r["engine"] != f"fused {senior}+{junior}" or "new_tokens" not in r:
@@ -251,9 +331,10 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
             n, c = r["new_tokens"], r["concurrency"]
             s, j, f = speed(senior, n, c), speed(junior, n, c), r["tokens_per_s"]
             cost, aim = s / f, (1 / s + 1 / j) * s
+            two = s / speed(f"two servers {senior}+{junior}", n, c, r["prob_senior"])
             print(
                 f"| {senior} + {junior} | {r['prob_senior']} | {n} | {c} | {s:,.0f} | {j:,.0f} | {f:,.0f} | {cost:.2f} "
-                f"| {aim:.2f} | {cost / aim:.3f} |"
+                f"| {aim:.2f} | {cost / aim:.3f} | {two:.2f} |"
             )
 
 
@@ -266,7 +347,14 @@ def main() -> None:
     parser.add_argument("--prob", nargs="+", type=float, default=[0.5])
     parser.add_argument("--prompt", type=int, default=200, help="tokens per prompt")
     parser.add_argument("--rounds", type=int, default=2, help="requests = concurrency x rounds")
-    parser.add_argument("--cells", nargs="+", help="TOKENS@CONCURRENCY, in place of --new, --concurrency and --rounds")
+    parser.add_argument("--cells", nargs="+", help="TOKENS@CONCURRENCY[xROUNDS], not --new, --concurrency, --rounds")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each cell of one engine; the median counts")
+    parser.add_argument(
+        "--two-servers", type=int, default=0, help="also two servers, for cells of at most so many tokens"
+    )
+    parser.add_argument(
+        "--only", choices=("fused", "solo"), help="leave the other out; its rows come from an earlier --out"
+    )
     parser.add_argument("--profile", type=int, help="profile decode steps at this concurrency")
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
     parser.add_argument("--sglang-python", default=sys.executable)
@@ -276,8 +364,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
     if args.cells:
-        cells = [tuple(int(x) for x in cell.split("@")) for cell in args.cells]
-        args.cells = [(length, at_once, at_once) for length, at_once in cells]
+        cells = [tuple(int(x) for x in cell.replace("@", "x").split("x")) for cell in args.cells]
+        args.cells = [(c[0], c[1], c[1] * (c[2] if len(c) > 2 else 1)) for c in cells]
     else:
         args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
@@ -289,15 +377,21 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         configs = {s: make_folder(work / s, s, args.tokenizer) for s in sorted({s for p in pairs for s in p})}
         digest = write_tables(work / "tables.npy", [rule.boundary], QWEN3["vocab_size"])
-        for senior, junior in pairs:  # before the solo engines: a run that is cut short has what nothing else can give
-            override = override_args(
-                configs[senior], configs[junior], junior_folder=None, tables=work / "tables.npy", tables_sha256=digest
-            )
-            with served(args, work / senior, logs / f"{senior}+{junior}.log", override) as url:
-                measure(args, url, f"fused {senior}+{junior}", rule, rows)
-        for size in configs:
-            with served(args, work / size, logs / f"{size}.log", None) as url:
-                measure(args, url, size, None, rows)
+        if args.only != "solo":
+            for (
+                senior,
+                junior,
+            ) in pairs:  # before the solo engines: a run that is cut short has what nothing else can give
+                override = override_args(
+                    configs[senior],
+                    configs[junior],
+                    junior_folder=None,
+                    tables=work / "tables.npy",
+                    tables_sha256=digest,
+                )
+                with served(args, work / senior, logs / f"{senior}+{junior}.log", override) as url:
+                    measure(args, url, f"fused {senior}+{junior}", rule, rows)
+        solo(args, work, pairs, logs, rows)
         print_table(pairs, rows)
 
 

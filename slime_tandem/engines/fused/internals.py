@@ -69,6 +69,14 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("self", "logits_output", "sampling_info", "return_logprob"),
     ),
     ("sglang.srt.layers.sampler", "SGLANG_RETURN_ORIGINAL_LOGPROB", ()),
+    (
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner",
+        "PrefillCudaGraphRunner.execute",
+        ("self", "forward_batch"),
+    ),
+    ("sglang.srt.models.qwen3", "Qwen3Model.forward", ("input_ids", "positions", "forward_batch")),
+    ("sglang.srt.models.qwen2", "Qwen2Model.forward", ("input_ids", "positions", "forward_batch")),
+    ("sglang.srt.models.llama", "LlamaModel.forward", ("input_ids", "positions", "forward_batch")),
 )
 
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_server_args
 
-from slime_tandem.engines.fused import internals, pair, report
+from slime_tandem.engines.fused import internals, pair, prefill_graph, report
 from slime_tandem.engines.fused.state import Authors
 from slime_tandem.errors import ConfigError, ModelError, explain
 
@@ -50,6 +50,7 @@ class TandemModel:
         self.tandem_junior = self.single(junior, quant_config=quant_config, prefix=JUNIOR_PREFIX.rstrip("."))
         for layer in self.tandem_junior.model.layers:
             layer.self_attn.attn.layer_id += senior.num_hidden_layers
+        stack_junior(self.model, self.tandem_junior.model)  # type: ignore[has-type]
         self._layers: int = senior.num_hidden_layers + junior.num_hidden_layers
         # A buffer: SGLang saves and restores those when it releases and resumes weights.
         self.register_buffer("tandem_tables", load_tables(tandem, senior.vocab_size), persistent=False)  # type: ignore[attr-defined]
@@ -58,6 +59,7 @@ class TandemModel:
         self._kept: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
         report.install()
+        prefill_graph.install()
 
     @property
     def start_layer(self) -> int:
@@ -88,8 +90,7 @@ class TandemModel:
         me: Any = self
         junior = self.tandem_junior
         batch, mode = forward_batch, forward_batch.forward_mode
-        senior_hidden = me.model(input_ids, positions, batch)
-        junior_hidden = junior.model(input_ids, positions, batch)
+        senior_hidden, junior_hidden = me.model(input_ids, positions, batch)
         codes = self._author_codes(input_ids, positions, batch)
         output = me.logits_processor(input_ids, senior_hidden, me.lm_head, batch)
         metadata = LogitsMetadata.from_forward_batch(batch)
@@ -105,8 +106,9 @@ class TandemModel:
         codes, kept = self._outputs(codes, logits, batch) if mode.is_decode() else (codes, self._keep(logits))
         # In place: a captured graph returns SGLang's shared logits buffer.
         torch.where((codes != 0).unsqueeze(1), logits, junior_logits, out=logits)
-        if not batch.is_prefill_only:  # these never reach the sampler
+        if not prefill_graph.scheduled(batch).is_prefill_only:  # these never reach the sampler
             report.hand_on(output, codes, kept)
+            prefill_graph.keep(output)
         return output
 
     def _author_codes(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -123,7 +125,7 @@ class TandemModel:
                 batch.out_cache_loc[: input_ids.shape[0]],
                 batch.req_pool_indices,
                 lengths.tolist(),
-                batch.rids or [None] * batch.batch_size,
+                prefill_graph.scheduled(batch).rids or [None] * batch.batch_size,
                 get_req_to_token_pool().req_to_token,
             )
         return torch.ones(batch.batch_size, dtype=torch.int32, device=input_ids.device)
@@ -179,6 +181,33 @@ class TandemModel:
         if self._junior_folder is not None and not seen:
             self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
         self._junior_folder = None
+
+
+def stack_junior(senior: torch.nn.Module, junior: torch.nn.Module) -> None:
+    """Make the senior's stack of layers run the junior's, too: its forward returns the hidden states of both.
+
+    SGLang captures prefill graphs of this one module, and only if its `layers` are as many as the KV pool's
+    (model_runner.py:2835 of 0.5.15.post1). Parameter names stay: the junior is no submodule of it.
+    """
+    single = type(senior)
+
+    class Stack(single):  # type: ignore[misc, valid-type]
+        @property
+        def layers(self) -> list[torch.nn.Module]:
+            return [*self._modules["layers"], *junior.layers]  # type: ignore[list-item, misc]
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            positions: torch.Tensor,
+            forward_batch: Any,
+            input_embeds: torch.Tensor | None = None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Hidden states [T, Hs] of the senior and [T, Hj] of the junior."""
+            assert input_embeds is None, "token ids only"
+            return super().forward(input_ids, positions, forward_batch), junior(input_ids, positions, forward_batch)
+
+    senior.__class__ = Stack
 
 
 def _exchange_scores(output: Any, junior_output: Any, scored: list[bool], lengths: list[int]) -> None:
