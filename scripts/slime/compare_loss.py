@@ -6,7 +6,8 @@
 WORK is the folder of a run of real_run.py. The samples of its dump go through slime's conversion, schedule, micro-batches and
 loss function, with the logits of the local runtime's Megatron model in float32; the local trainer gets the same samples.
 `FOLDER`: the weights that the rollout was trained from (default: those of the start, right for rollout 0). What slime logged,
-in bfloat16, is told beside it. Ends with 1 where the two losses differ by more than 1e-4.
+in bfloat16, is told beside it. Ends with 1 where the two losses differ by more than 1e-4. ray, slime and Megatron are imported
+when the arguments are read: --help needs none of them.
 """
 
 import argparse
@@ -14,21 +15,6 @@ import logging
 import sys
 from argparse import Namespace
 from pathlib import Path
-
-import ray
-import torch
-import yaml
-from megatron.core import mpu
-from report import read
-from slime.backends.megatron_utils import actor, data, loss
-from slime.observability import rollout_data_utils
-from slime.ray import rollout
-
-from slime_tandem.config import OptimizerConfig
-from slime_tandem.local.batches import build_rows
-from slime_tandem.local.policy import MegatronPolicy
-from slime_tandem.local.trainer import Trainer
-from slime_tandem.slime_hooks import hooks, settings
 
 KEYS = (
     "tokens", "multimodal_train_inputs", "packed_seq_params", "total_lengths", "response_lengths", "loss_masks", "log_probs",
@@ -39,6 +25,13 @@ KEYS = (
 
 def slimes_loss(args, samples, logits):
     """slime's metrics of one optimizer step over `samples`; `logits` [T, V] by sample index."""
+    import ray
+    import torch
+    from slime.backends.megatron_utils import actor, data, loss
+    from slime.ray import rollout
+
+    from slime_tandem.slime_hooks import hooks
+
     held = {}
     ray.put = lambda value, **_: held.setdefault("box", value) and "box"
     ray.get = lambda name: dict(held[name])
@@ -70,6 +63,19 @@ def main():
     parser.add_argument("rollout", type=int)
     parser.add_argument("--senior", type=Path)
     a = parser.parse_args()
+
+    import torch
+    import yaml
+    from megatron.core import mpu
+    from report import read
+    from slime.observability import rollout_data_utils
+
+    from slime_tandem.config import OptimizerConfig
+    from slime_tandem.local.batches import build_rows
+    from slime_tandem.local.policy import MegatronPolicy
+    from slime_tandem.local.trainer import Trainer
+    from slime_tandem.slime_hooks import hooks, settings
+
     logging.disable(logging.INFO)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel(create_gloo_process_groups=True)

@@ -4,7 +4,8 @@
 #   on_gpu.sh KIT OUT [two|fused|resume] [more arguments of real_run.py]
 #
 # KIT: the folder with ray.txz and source.txz. SITE (default /tmp/site): SGLang, unpacked. The second run with `resume` goes on from
-# the checkpoint of `two` on the same machine. Everything lies under WORK (default /tmp/slime_tandem_gpu).
+# the checkpoint of `two` on the same machine. GPU memory is sampled every 2 s into
+# OUT/MODE-memory.csv. Everything lies under WORK (default /tmp/slime_tandem_gpu).
 set -uo pipefail
 kit=$1 out=$2 mode=${3:-two}
 shift $(( $# < 3 ? $# : 3 ))
@@ -33,9 +34,14 @@ case $mode in
   *) echo "mode $mode: expected two, fused or resume" >&2; exit 2 ;;
 esac
 run=$work/run-$name
+nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits --loop=2 > "$out/$mode-memory.csv" &
+sampler=$!
 python3 -W ignore "$work/source/repo/scripts/slime/real_run.py" --slime "$work/source/slime" --megatron "$work/source/Megatron-LM" \
   --models "$work/source/models" --prompts "$work/source/prompts.jsonl" --work "$run" --limit 540 "${more[@]}" "$@"
 code=$?
+kill "$sampler"
+awk -F', ' '$3 > most[$2] {most[$2] = $3} END {for (gpu in most) print "GPU " gpu ": at most " most[gpu] " MiB used, all processes"}' \
+  "$out/$mode-memory.csv" | sort | tee "$out/$mode-memory.txt"
 python3 -W ignore "$work/source/repo/scripts/slime/report.py" "$run" --json "$out/$mode.json" | tee "$out/$mode.md"
 cp "$run/command.txt" "$out/$mode-command.txt"
 xz -c "$run/train.log" > "$out/$mode-train.log.xz"

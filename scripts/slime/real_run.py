@@ -45,8 +45,10 @@ def arguments():
         "--embedded", action="store_true", help="the embedded server for junior and teacher, not SGLang"
     )
     parser.add_argument("--set", nargs="*", default=[], help="settings of slime_tandem, key=value")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of trainer and senior")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the trainer")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel size of the trainer")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of the trainer")
+    parser.add_argument("--rollout-gpus", type=int, help="GPUs of the senior, an engine each; default: as the trainer")
     parser.add_argument("--side-gpu", help="CUDA_VISIBLE_DEVICES of junior and teacher; default: the first GPU")
     parser.add_argument("--standard-spec", action="store_true", help="Megatron's layer with Transformer Engine")
     parser.add_argument("--fraction", type=float, default=0.3, help="memory of the GPU for the senior's server")
@@ -127,13 +129,13 @@ def slime_flags(a, config):
     sglang += [f"--sglang-{name}" for name in switches]
     out = [
         "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
-        "--rollout-num-gpus", a.gpus, "--rollout-num-gpus-per-engine", 1,
+        "--rollout-num-gpus", a.rollout_gpus or a.gpus, "--rollout-num-gpus-per-engine", 1,
         *(() if asynchronous(a) else ("--colocate",)), "--no-offload-train", "--no-offload-rollout",
         "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
         "--save-interval", a.save_interval, *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
-        "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", 1,
+        "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", a.cp,
         "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
         "--prompt-data", a.prompts, "--input-key", "prompt", "--label-key", "label", "--apply-chat-template",
@@ -299,7 +301,7 @@ def main():
             "ignore",
             "-c",
             _START,
-            str(a.gpus * (1 + asynchronous(a))),
+            str(a.gpus + asynchronous(a) * (a.rollout_gpus or a.gpus)),
             "16",
             f"/tmp/r{os.getpid()}",
             str(a.slime / a.entry),

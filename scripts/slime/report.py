@@ -14,7 +14,7 @@ from pathlib import Path
 
 _LINE = re.compile(r"(?:- |\] )(slime_tandem|rollout|step|perf|eval) (\d+): (\{.*\})")
 _SENT = re.compile(r"slime_tandem channels sent (\d+): samples (\d+) check-sum (\w+)")
-_RECEIVED = re.compile(r"slime_tandem channels received: tokens (\d+) check-sum (\w+)")
+_RECEIVED = re.compile(r"slime_tandem channels received: tokens (\d+) check-sum (\w+)(?: peak (\d+) bytes)?")
 _COLUMNS = {
     "reward": "rollout/reward_mean", "senior": "tandem/senior_token_fraction", "teacher KL": "opd/teacher_kl",
     "coverage": "opd/coverage", "kept": "selection/keep_ratio", "loss": "train/loss", "pg": "train/pg_loss",
@@ -24,8 +24,11 @@ _COLUMNS = {
 
 
 def read(log):
-    """({rollout: {metric: value}}, [(rollout, sent, received)]) of a log; a resumed run's lines come later and count."""
-    steps, sums, sent = {}, [], {}
+    """({rollout: {metric: value}}, [(rollout, sent, received, tokens)], peak bytes of a trainer rank) of a log.
+
+    A resumed run's lines come later and count; ranks that received the same are told once.
+    """
+    steps, sums, sent, peak = {}, [], {}, 0
     for line in log.read_text(errors="replace").splitlines():
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
         if found := _SENT.search(line):
@@ -33,7 +36,10 @@ def read(log):
         elif (found := _RECEIVED.search(line)) and sent:
             # train_async.py sends the next rollout before this one is trained on: they are known by their sums.
             number = sent.get(found[2], last)
-            sums.append((number, found[2] if found[2] in sent else "none", found[2], int(found[1])))
+            row = (number, found[2] if found[2] in sent else "none", found[2], int(found[1]))
+            peak = max(peak, int(found[3] or 0))
+            if row not in sums:
+                sums.append(row)
         elif found := _LINE.search(line):
             try:
                 values = ast.literal_eval(found[3].replace("nan", "None"))
@@ -43,7 +49,7 @@ def read(log):
             if kind == "step":  # optimizer steps of one rollout share its row: the last one counts
                 number = sums[-1][0] if sums else number
             steps.setdefault(number, {}).update(values)
-    return steps, sums
+    return steps, sums, peak
 
 
 def main():
@@ -51,7 +57,7 @@ def main():
     parser.add_argument("work", type=Path)
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
-    steps, sums = read(a.work / "train.log")
+    steps, sums, peak = read(a.work / "train.log")
     print("| step | " + " | ".join(_COLUMNS) + " |\n|" + "---|" * (len(_COLUMNS) + 1))
     for number in sorted(steps):
         cells = [steps[number].get(name) for name in _COLUMNS.values()]
@@ -59,12 +65,14 @@ def main():
     same = sum(s == r for _, s, r, _ in sums)
     example = sums[-1][1:3] if sums else None
     print(f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {example}")
+    if peak:
+        print(f"peak memory of a trainer rank before the last rollout: {peak / 2**30:.2f} GiB")
     for number in sorted(steps):
         eval_ = {k: v for k, v in steps[number].items() if k.startswith("eval/") and k.count("/") == 1}
         if eval_:
             print(f"evaluation before rollout {number}: {eval_}")
     if a.json is not None:
-        a.json.write_text(json.dumps({"steps": steps, "check_sums": sums}, indent=1))
+        a.json.write_text(json.dumps({"steps": steps, "check_sums": sums, "peak_bytes": peak}, indent=1))
     return 0 if sums and same == len(sums) else 1
 
 

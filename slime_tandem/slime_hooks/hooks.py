@@ -211,14 +211,18 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
 
 def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> str:
-    """The check-sum over all ranks, to be compared with the one that the rollout manager logged."""
+    """The check-sum over all ranks, to be compared with the one that the rollout manager logged, and this rank's memory.
+
+    The memory is what tensors have taken at most since the process began, in bytes: of the steps before this rollout's.
+    """
     from megatron.core import mpu
 
     mine = wire.checksum(channels, rollout_data["sample_indices"])
     group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
     sums: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(sums, (mine, sum(len(c) for c in channels)), group=group)
-    return f"tokens {sum(n for _, n in sums)} check-sum {sum(s for s, _ in sums) % 2**64:016x}"
+    total = sum(s for s, _ in sums) % 2**64
+    return f"tokens {sum(n for _, n in sums)} check-sum {total:016x} peak {torch.cuda.max_memory_allocated()} bytes"
 
 
 def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:

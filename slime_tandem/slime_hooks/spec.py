@@ -2,29 +2,43 @@
 
 Its parameters have the names of Transformer Engine's layer (the norms sit inside the linears behind them:
 `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`), because slime's converters between Megatron and Hugging Face
-know no others. Attention is PyTorch's, one call per packed sequence. For machines without Transformer Engine, and for a CPU;
-where it is installed, leave `--spec` out. Checked against NVIDIA/Megatron-LM 1dcf0daf.
+know no others. Attention is PyTorch's, one call per packed sequence; with context parallelism keys and values are gathered, and
+two calls attend, one for each of a rank's two pieces of the sequence. For machines without Transformer Engine, and for a CPU;
+where it is installed, leave `--spec` out. Checked against NVIDIA/Megatron-LM 1dcf0daf and THUDM/slime 624b824a.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from slime_tandem.errors import ConfigError, explain
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm of heads, and behind the last layer. Megatron's own for PyTorch refuses `--sequence-parallel`."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        _rms_only(config)
+        _mark(self.weight, config)
 
 
 class NormLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -32,13 +46,11 @@ class NormLinear(ColumnParallelLinear):  # type: ignore[misc]
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        if config.normalization != "RMSNorm":
-            raise ConfigError(explain("--normalization", config.normalization, "RMSNorm", "use the standard spec"))
+        _rms_only(config)
         self.eps = config.layernorm_epsilon
         ones = torch.ones(input_size, dtype=self.weight.dtype, device=self.weight.device)
         self.layer_norm_weight = nn.Parameter(ones)
-        # Megatron adds up the gradients of a parameter that bears this mark over the ranks that split the sequence.
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        _mark(self.layer_norm_weight, config)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the linear's, on normalised input [..., input_size]."""
@@ -46,15 +58,28 @@ class NormLinear(ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(normed, *args, **kwargs)
 
 
-class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention by PyTorch, on packed sequences [t, heads, d] or on a batch [s, b, heads, d]."""
+def _rms_only(config: Any) -> None:
+    if config.normalization != "RMSNorm":
+        raise ConfigError(explain("--normalization", config.normalization, "RMSNorm", "use the standard spec"))
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+
+def _mark(weight: nn.Parameter, config: Any) -> None:
+    # Megatron adds up the gradients of a parameter that bears this mark over the ranks that split the sequence.
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention by PyTorch, on packed sequences [t, heads, d] or on a batch [s, b, heads, d].
+
+    With a context parallel size of C, each packed sequence of length n (a multiple of 2 C) is 2 C pieces, and rank r has pieces
+    r and 2 C - 1 - r, as slime's `slice_with_cp` cuts it; `cu_seqlens_q` counts whole sequences.
+    """
+
+    def __init__(
+        self, config: Any, *_: Any, softmax_scale: float | None = None, pg_collection: Any = None, **__: Any
+    ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            size = config.context_parallel_size
-            remedy = "install Transformer Engine and leave --spec out"
-            raise ConfigError(explain("--context-parallel-size", size, "1 with this layer spec", remedy))
+        self.ranks = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])).cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -62,26 +87,56 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Hidden states [t, heads * d] of packed sequences, else [s, b, heads * d]."""
         if packed_seq_params is None:
+            if self.ranks.size() > 1:
+                expected = "1 for a batch that is not packed, with this layer spec"
+                raise ConfigError(
+                    explain("--context-parallel-size", self.ranks.size(), expected, "leave --qkv-format at thd")
+                )
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
-        packed = [x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value)]
+        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         lengths: list[int] = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(torch.split(x, lengths) for x in packed), strict=True)
+        if self.ranks.size() > 1:
+            parts = self._pieces(query, key, value, lengths)
+        else:
+            parts = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         attended = [self._attend(*(x.transpose(0, 1)[None] for x in part))[0].transpose(0, 1) for part in parts]
         return torch.cat(attended).flatten(1)
 
+    def _pieces(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's queries, piece by piece, with the keys and values up to the piece's end.
+
+        The gradients of gathered keys and values are summed over the ranks on their way back.
+        """
+        size, rank = self.ranks.size(), self.ranks.rank()
+        everyones = [
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.ranks).unflatten(0, (size, -1))
+            for x in (key, value)
+        ]
+        at = 0
+        for n in lengths:
+            c = n // (2 * size)
+            early, late = slice(at, at + c), slice(at + c, at + 2 * c)
+            whole = [torch.cat([x[:, early], x[:, late].flip(0)]).flatten(0, 1) for x in everyones]
+            for mine, place in ((early, rank), (late, 2 * size - 1 - rank)):
+                yield query[mine], *(x[: (place + 1) * c] for x in whole)  # type: ignore[misc]
+            at += 2 * c
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, s, d]; grouped heads share keys and values."""
-        shared = query.shape[1] != key.shape[1]
+        """[b, heads, s, d], the queries being the last s of the keys' positions; grouped heads share keys and values."""
+        shared, (s, end) = query.shape[1] != key.shape[1], (query.shape[2], key.shape[2])
+        mask = None if s == end else causal_lower_right(s, end)
         return nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=shared
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=shared
         )
 
 
-def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> ModuleSpec:
-    """The layer of a dense model with RMSNorm (llama, qwen2, qwen3)."""
-    head_norm = WrappedTorchNorm if config.qk_layernorm else IdentityOp
-    return ModuleSpec(
+def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of a dense model with RMSNorm (llama, qwen2, qwen3) on this stage of the pipeline."""
+    head_norm = Norm if config.qk_layernorm else IdentityOp
+    layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(
@@ -100,4 +155,7 @@ def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> ModuleSpe
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormLinear, linear_fc2=RowParallelLinear)),
             mlp_bda=get_bias_dropout_add,
         ),
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=Norm
     )

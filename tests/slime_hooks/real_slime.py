@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -408,3 +410,19 @@ def test_spec_has_transformer_engines_names_and_hugging_faces_logits(
         found = model(ids[None], positions, None, packed_seq_params=packed)
         wanted = torch.cat([hf(part[None]).logits[0] for part in ids.split(lengths)])
     assert torch.allclose(found[0], wanted, atol=2e-5), float((found[0] - wanted).abs().max())
+
+
+def test_spec_cut_by_context_or_tensor_is_the_whole_model(tmp_path: Path) -> None:
+    """Logits and gradients of two processes; context as slime slices it, tensor with the sequence split."""
+    script = Path(__file__).with_name("parallel_spec.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out[-3000:]
+        assert "agree with one process" in out

@@ -1,13 +1,14 @@
 """Start-up shim for machines that slime was not made for; slime's, Megatron's and SGLang's sources stay as they are.
 
-Python imports this module by its name when its folder is on PYTHONPATH. It waits for three modules to be imported:
+Python imports this module by its name when its folder is on PYTHONPATH. It waits for these modules to be imported:
 - slime's backends/megatron_utils/initialize.py asserts numpy 1.x; its `np` becomes one that says so (what it calls is the same
   in 2.x).
 - Megatron's core/optimizer/distrib_optimizer.py: without Transformer Engine and Apex it cannot load a checkpoint, because
   `state_dict` wants the step count of an optimizer that has not stepped (an assertion), and the tensors of a checkpoint lack
   the count that PyTorch's Adam keeps beside its moments (a KeyError). It gets the state of step 0; the count comes from the
   checkpoint's groups, where Megatron keeps it.
-- SLIME_TANDEM_CPU=1: slime's utils/accelerator gets a CPU backend, and the names of torch.cuda that Megatron and slime call
+- SLIME_TANDEM_CPU=1: Megatron's training/utils.py, asked for the GPU's generation where a model is cut by tensor or context,
+  says 9 (a Hopper's); slime's utils/accelerator gets a CPU backend, and the names of torch.cuda that Megatron and slime call
   directly do nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
 """
 
@@ -47,6 +48,11 @@ def _accelerator(module):
         cpu_device.register(module)
 
 
+def _training_utils(module):
+    if _ON_CPU:
+        module.get_device_arch_version = lambda: 9
+
+
 def _distrib_optimizer(module):
     if module.HAVE_APEX_OR_TE:
         return
@@ -75,6 +81,7 @@ def _distrib_optimizer(module):
 
 _AFTER = {
     "megatron.core.optimizer.distrib_optimizer": _distrib_optimizer,
+    "megatron.training.utils": _training_utils,
     "slime.backends.megatron_utils.initialize": _initialize,
     "slime.utils.accelerator": _accelerator,
 }
