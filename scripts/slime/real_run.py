@@ -50,6 +50,9 @@ def arguments():
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of the trainer")
     parser.add_argument("--rollout-gpus", type=int, help="GPUs of the senior, an engine each; default: as the trainer")
     parser.add_argument("--side-gpu", help="CUDA_VISIBLE_DEVICES of junior and teacher; default: the first GPU")
+    parser.add_argument(
+        "--offload", action="store_true", help="trainer and engine give the memory up in turn, slime's default"
+    )
     parser.add_argument("--standard-spec", action="store_true", help="Megatron's layer with Transformer Engine")
     parser.add_argument("--fraction", type=float, default=0.3, help="memory of the GPU for the senior's server")
     parser.add_argument("--side-fraction", type=float, default=0.15, help="the same, junior's and teacher's each")
@@ -130,7 +133,8 @@ def slime_flags(a, config):
     out = [
         "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
         "--rollout-num-gpus", a.rollout_gpus or a.gpus, "--rollout-num-gpus-per-engine", 1,
-        *(() if asynchronous(a) else ("--colocate",)), "--no-offload-train", "--no-offload-rollout",
+        *(() if asynchronous(a) else ("--colocate",)),
+        *(() if a.offload else ("--no-offload-train", "--no-offload-rollout")),
         "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
         "--save-interval", a.save_interval, *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
