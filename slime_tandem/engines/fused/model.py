@@ -50,7 +50,7 @@ class TandemModel:
         self.tandem_junior = self.single(junior, quant_config=quant_config, prefix=JUNIOR_PREFIX.rstrip("."))
         for layer in self.tandem_junior.model.layers:
             layer.self_attn.attn.layer_id += senior.num_hidden_layers
-        stack_junior(self.model, self.tandem_junior.model)  # type: ignore[has-type]
+        stack_junior(self.model, self.tandem_junior.model)  # type: ignore[attr-defined]
         self._layers: int = senior.num_hidden_layers + junior.num_hidden_layers
         # A buffer: SGLang saves and restores those when it releases and resumes weights.
         self.register_buffer("tandem_tables", load_tables(tandem, senior.vocab_size), persistent=False)  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ def stack_junior(senior: torch.nn.Module, junior: torch.nn.Module) -> None:
     class Stack(single):  # type: ignore[misc, valid-type]
         @property
         def layers(self) -> list[torch.nn.Module]:
-            return [*self._modules["layers"], *junior.layers]  # type: ignore[list-item, misc]
+            return [*self._modules["layers"], *junior.layers]  # type: ignore[misc]
 
         def forward(
             self,
