@@ -150,6 +150,13 @@ Remedy: remove it, or choose chunk."
                     f"{usual} (the default) with tandem.selection_strategy={self.selection_strategy!r}, which ignores it",
                     f"remove it, or choose {' or '.join(strategies)}",
                 )
+        if self.author_schedule == "alternate" and self.prob_senior != type(self).model_fields["prob_senior"].default:
+            return explain(
+                "tandem.prob_senior",
+                self.prob_senior,
+                "0.5 (the default) with tandem.author_schedule='alternate', which ignores it",
+                "remove it, or choose draw",
+            )
         if self.boundary_token_ids is not None and self.boundary_classes != ("space",):
             return explain(
                 "tandem.boundary_classes",
