@@ -611,6 +611,9 @@ class EngineConfig(Section):
     api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
     start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
+    environment_timeout_s: float = Field(
+        60.0, gt=0.0, description="seconds one answer of a task's environment may take; its response then fails"
+    )
     max_retries: int = Field(5, ge=0, description="repeats after disconnects, time-outs and 5xx answers")
     backoff_s: float = Field(0.2, ge=0.0, description="first pause before a repeat; doubles, at most 5 s")
     max_batch: int = Field(256, ge=1, le=2**20, description="sequences an embedded server decodes at once")

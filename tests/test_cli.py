@@ -178,6 +178,23 @@ def test_an_architecture_that_cannot_be_trained_is_refused_before_any_server_sta
     assert not (tmp_path / "runs" / "r" / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("mode", "role"), [*(("two_servers", role) for role in ROLES), ("fused", "senior"), ("fused", "junior")]
+)
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused_before_any_server_starts(
+    capsys: pytest.CaptureFixture[str], config: Callable[..., str], trio, tmp_path: Path, mode: str, role: str
+) -> None:  # type: ignore[no-untyped-def]
+    folder = Path(shutil.copytree(getattr(trio, role), tmp_path / "narrow"))
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**tree, "vocab_size": tree["vocab_size"] - 2}))
+    told = f"tokenizer of {folder}='2 ids beyond the model, the first {tree['vocab_size'] - 2} ("
+    argv = ["train", "--config", config(models={role: str(folder)}, engine={"mode": mode})]
+    refused(capsys, argv, f"models.{role}", told, f"ids below vocab_size={tree['vocab_size'] - 2}")
+    assert not (tmp_path / "runs" / "r" / "logs").exists()
+    if mode == "fused":
+        refused(capsys, ["serve", "--fused", str(trio.senior), str(folder)], told)
+
+
 def test_a_junior_with_another_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], config: Callable[..., str], trio
 ) -> None:  # type: ignore[no-untyped-def]
