@@ -23,7 +23,8 @@ from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import Message, Prompt
 
 Answer = Sequence[Message] | None
-Respond = Callable[[Prompt, Sequence[Message]], Answer | Awaitable[Answer]]
+_Returned = Answer | Awaitable[Answer]
+Respond = Callable[[Prompt, Sequence[Message]], _Returned]
 """(prompt, chat since the prompt, the model's turn last) -> messages before its next turn; None or none: it is done. They
 are of any role but the assistant's; it may be async. Equal arguments must get equal answers, or a run cannot be repeated. It
 is called in a thread of its own; under slime several calls may be under way at once."""
@@ -81,19 +82,20 @@ def find(name: str, where: str) -> Respond:
 async def _called(respond: Respond, prompt: Prompt, chat: Sequence[Message]) -> Answer:
     """The answer of `respond`, called in a thread, so that a hanging function holds up neither the event loop nor the exit."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Answer | Awaitable[Answer], BaseException | None]] = loop.create_future()
+    done: asyncio.Future[tuple[_Returned, BaseException | None]] = loop.create_future()
 
-    def deliver(answer: Answer | Awaitable[Answer], error: BaseException | None) -> None:
+    def deliver(outcome: tuple[_Returned, BaseException | None]) -> None:
         if not done.done():  # nobody waits any more after a time-out
-            done.set_result((answer, error))
+            done.set_result(outcome)
 
     def work() -> None:
+        outcome: tuple[_Returned, BaseException | None]
         try:
             outcome = respond(prompt, chat), None
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             outcome = None, error
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(deliver, *outcome)
+            loop.call_soon_threadsafe(deliver, outcome)
 
     # Not `asyncio.to_thread`: the interpreter waits for its threads before it exits.
     threading.Thread(target=work, name="environment", daemon=True).start()
