@@ -29,8 +29,8 @@ def settings_markdown() -> str:
         "Generated from `slime_tandem/config.py`; do not edit by hand:",
         "`python -m slime_tandem.report.settings > docs/settings.md`.",
         "",
-        "Each is a key of the YAML file (`tandem: {prob_senior: 0.3}`) and of `--set tandem.prob_senior=0.3`. Unknown keys, values",
-        "out of range, contradictions, and settings that others make void are refused with the remedy.",
+        "Each is a key of the YAML file (`tandem: {prob_senior: 0.3}`) and of `--set tandem.prob_senior=0.3`. Unknown keys,",
+        "values out of range, contradictions, and settings that others make void are refused with the remedy.",
     ]
     for name, section in _sections(RunConfig, ""):
         lines += ["", f"## `{name}`" if name else "## The run", "", inspect.getdoc(section) or ""]
