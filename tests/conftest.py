@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,3 +98,26 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
         make_model(root / "junior", student, seed=2),
         make_model(root / "teacher", other, seed=3, kind="llama"),
     )
+
+
+@pytest.fixture(scope="session")
+def frozen_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """URL of a server of the trio's junior or teacher, which no run changes.
+
+    For tests that are not about servers: each takes seconds to start, and these start once in a test process, when first asked
+    for.
+    """
+    from slime_tandem.engines.launch import ServerProcess
+
+    logs = tmp_path_factory.mktemp("frozen")
+    urls: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def url(role: str) -> str:
+            assert role in ("junior", "teacher")
+            if role not in urls:
+                server = ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096)
+                urls[role] = stack.enter_context(server).url
+            return urls[role]
+
+        yield url

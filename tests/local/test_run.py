@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -45,18 +44,10 @@ and the teacher; into the senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
-    logs = tmp_path_factory.mktemp("shared")
-    servers = {
-        role: ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096) for role in ROLES
-    }
-    with contextlib.ExitStack() as stack:
-        for server in servers.values():
-            stack.callback(server.stop)
-            server.launch()
-        for role, server in servers.items():
-            server.wait_ready()
-            _urls[f"{role}_url"] = server.url
+def _shared_servers(trio, frozen_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    log = tmp_path_factory.mktemp("shared") / "senior.log"
+    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
+        _urls.update(senior_url=senior.url, junior_url=frozen_url("junior"), teacher_url=frozen_url("teacher"))
         yield
         _urls.clear()
 
