@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,25 @@ settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SHARING = ("tests/conformance/", "tests/diagnostics/", "tests/engines/fused/", "tests/engines/")
+"""Folders whose files share servers in session fixtures; the first that fits counts."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one test process takes a whole file, as always, or all files of a folder that shares servers.
+
+    File by file, a session fixture with parameters is set up anew for each file, and again in each process.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in SHARING if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return ByServers(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}%EOT%{% endfor %}"
