@@ -19,5 +19,5 @@ if [[ -z "${SLIME_TANDEM_SGLANG_PYTHON:-}" ]]; then
   SLIME_TANDEM_SGLANG_PYTHON="$(bash scripts/sglang_cpu.sh)"
 fi
 export SLIME_TANDEM_SGLANG_PYTHON
-# One file is one worker's: its tests share servers.
+# One file is one worker's, or a folder (tests/conftest.py): its tests share servers.
 run "$VENV/bin/python" -m pytest -n "${SLIME_TANDEM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -588,13 +588,16 @@ def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
     from slime_tandem.engines.hf import check_model_folder
     from slime_tandem.local.pretrain import resolve_model
     from slime_tandem.local.text_tokenizer import load_response
-    from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
+    from slime_tandem.local.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
     cache = Path(args.cache_dir)
     senior, junior = (check_model_folder(resolve_model(name, cache)) for name in args.fused)
     tokenizer = ModelTokenizer.load(senior, trust_remote_code=args.trust_remote_code)
-    require_same_tokenizer(tokenizer, ModelTokenizer.load(junior, trust_remote_code=args.trust_remote_code))
+    other = ModelTokenizer.load(junior, trust_remote_code=args.trust_remote_code)
+    for each in (tokenizer, other):
+        require_rows(each)
+    require_same_tokenizer(tokenizer, other)
     tables = [boundary_ids(s, tokenizer.tokens.table, tokenizer.tokens.special) for s in ("word", "sentence")]
     if args.boundary_ids:
         try:

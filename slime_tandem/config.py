@@ -150,6 +150,13 @@ Remedy: remove it, or choose chunk."
                     f"{usual} (the default) with tandem.selection_strategy={self.selection_strategy!r}, which ignores it",
                     f"remove it, or choose {' or '.join(strategies)}",
                 )
+        if self.author_schedule == "alternate" and self.prob_senior != type(self).model_fields["prob_senior"].default:
+            return explain(
+                "tandem.prob_senior",
+                self.prob_senior,
+                "0.5 (the default) with tandem.author_schedule='alternate', which ignores it",
+                "remove it, or choose draw",
+            )
         if self.boundary_token_ids is not None and self.boundary_classes != ("space",):
             return explain(
                 "tandem.boundary_classes",
@@ -604,6 +611,9 @@ class EngineConfig(Section):
     api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
     start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
+    environment_timeout_s: float = Field(
+        60.0, gt=0.0, description="seconds one answer of a task's environment may take; its response then fails"
+    )
     max_retries: int = Field(5, ge=0, description="repeats after disconnects, time-outs and 5xx answers")
     backoff_s: float = Field(0.2, ge=0.0, description="first pause before a repeat; doubles, at most 5 s")
     max_batch: int = Field(256, ge=1, le=2**20, description="sequences an embedded server decodes at once")

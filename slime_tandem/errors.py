@@ -82,6 +82,10 @@ class TeacherScoreError(EngineError):
     """A teacher's answer is missing, short, or holds a value that is no log-probability."""
 
 
+class EnvironmentTimeoutError(EngineError):
+    """What answers between the models' turns has not answered in time."""
+
+
 class CheckpointError(TandemError, RuntimeError):
     """A checkpoint cannot be written, read, or does not belong to this run."""
 

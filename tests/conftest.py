@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +18,25 @@ settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SHARING = ("tests/conformance/", "tests/diagnostics/", "tests/engines/fused/", "tests/engines/")
+"""Folders whose files share servers in session fixtures; the first that fits counts."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one test process takes a whole file, as always, or all files of a folder that shares servers.
+
+    File by file, a session fixture with parameters is set up anew for each file, and again in each process.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in SHARING if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return ByServers(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}%EOT%{% endfor %}"
@@ -96,3 +118,26 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
         make_model(root / "junior", student, seed=2),
         make_model(root / "teacher", other, seed=3, kind="llama"),
     )
+
+
+@pytest.fixture(scope="session")
+def frozen_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """URL of a server of the trio's junior or teacher, which no run changes.
+
+    For tests that are not about servers: each takes seconds to start, and these start once in a test process, when first asked
+    for.
+    """
+    from slime_tandem.engines.launch import ServerProcess
+
+    logs = tmp_path_factory.mktemp("frozen")
+    urls: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def url(role: str) -> str:
+            assert role in ("junior", "teacher")
+            if role not in urls:
+                server = ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096)
+                urls[role] = stack.enter_context(server).url
+            return urls[role]
+
+        yield url

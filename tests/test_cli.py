@@ -7,11 +7,9 @@ import errno
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -178,6 +176,23 @@ def test_an_architecture_that_cannot_be_trained_is_refused_before_any_server_sta
     assert not (tmp_path / "runs" / "r" / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("mode", "role"), [*(("two_servers", role) for role in ROLES), ("fused", "senior"), ("fused", "junior")]
+)
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused_before_any_server_starts(
+    capsys: pytest.CaptureFixture[str], config: Callable[..., str], trio, tmp_path: Path, mode: str, role: str
+) -> None:  # type: ignore[no-untyped-def]
+    folder = Path(shutil.copytree(getattr(trio, role), tmp_path / "narrow"))
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**tree, "vocab_size": tree["vocab_size"] - 2}))
+    told = f"tokenizer of {folder}='2 ids beyond the model, the first {tree['vocab_size'] - 2} ("
+    argv = ["train", "--config", config(models={role: str(folder)}, engine={"mode": mode})]
+    refused(capsys, argv, f"models.{role}", told, f"ids below vocab_size={tree['vocab_size'] - 2}")
+    assert not (tmp_path / "runs" / "r" / "logs").exists()
+    if mode == "fused":
+        refused(capsys, ["serve", "--fused", str(trio.senior), str(folder)], told)
+
+
 def test_a_junior_with_another_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], config: Callable[..., str], trio
 ) -> None:  # type: ignore[no-untyped-def]
@@ -342,37 +357,6 @@ def servers_of(run: Path) -> list[int]:
             if log.startswith(f"{run.resolve()}/logs/"):
                 found.append((log, int(proc.name)))
     return [pid for _, pid in sorted(found)]
-
-
-def test_a_killed_server_comes_back_and_a_short_teacher_fails_only_samples(
-    config: Callable[..., str], trio, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
-    """The teacher's context holds no sample at all: each fails, is counted, and the run goes on without its signal."""
-    teacher = Path(shutil.copytree(trio.teacher, tmp_path / "short"))
-    tree = json.loads((teacher / "config.json").read_text())
-    (teacher / "config.json").write_text(json.dumps({**tree, "max_position_embeddings": 8}))
-    path = config(models={"teacher": str(teacher)}, train={"steps": 8})
-    run = tmp_path / "runs" / "r"
-    with subprocess.Popen(
-        [sys.executable, "-m", "slime_tandem.cli", "train", "--config", path],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            metrics = run / "metrics.jsonl"
-            while not metrics.exists() or not metrics.read_text().endswith("\n"):
-                assert process.poll() is None, process.communicate()[1]
-                time.sleep(0.02)
-            os.kill(servers_of(run)[0], signal.SIGKILL)
-            _, err = process.communicate(timeout=240)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
-    assert "restarted the junior server after: " in err
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(8))
-    assert [row["opd/failed_samples"] for row in rows] == [4] * 8
-    assert all(row["opd/teacher_kl"] is None for row in rows)
-    assert servers_of(run) == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

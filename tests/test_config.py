@@ -193,6 +193,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         ({"tandem": {"selection_strategy": s, "prob_senior": 0.3}}, "tandem.prob_senior=0.3: expected 0.5")
         for s in ("chunk", "alternating")
     ),
+    *(
+        (
+            {"tandem": {"selection_strategy": s, "author_schedule": "alternate", "prob_senior": 0.3}},
+            "tandem.prob_senior=0.3: expected 0.5 (the default) with tandem.author_schedule='alternate'",
+        )
+        for s in ("word", "sentence", "bernoulli")
+    ),
     (
         {"tandem": {"boundary_token_ids": [3], "boundary_classes": ["space", "newline"]}},
         "tandem.boundary_classes=['space', 'newline']: expected ['space']",
@@ -253,6 +260,7 @@ def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
         {"train": {"samples_per_prompt": 1}, "objective": {"reward_coef": 0}},
         {"train": {"prompts_per_step": 8, "updates_per_step": 4}},
         {"tandem": {"selection_strategy": "sentence", "boundary_token_ids": [3]}},
+        {"tandem": {"author_schedule": "alternate", "prob_senior": 0.5}},
         {"tandem": {"boundary_classes": ["newline", "punctuation"], "max_gap_tokens": 1}},
         {
             "tandem": {

@@ -6,23 +6,28 @@ markup; nobody sampled them (no loss), and each teacher reads them in the markup
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import importlib
 import inspect
 import re
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.errors import ConfigError, DataError, EnvironmentTimeoutError, explain
 from slime_tandem.local.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.tandem import TandemWriter
 from slime_tandem.types import Message, Prompt
 
 Answer = Sequence[Message] | None
-Respond = Callable[[Prompt, Sequence[Message]], Answer | Awaitable[Answer]]
+_Returned = Answer | Awaitable[Answer]
+Respond = Callable[[Prompt, Sequence[Message]], _Returned]
 """(prompt, chat since the prompt, the model's turn last) -> messages before its next turn; None or none: it is done. They
-are of any role but the assistant's; it may be async. Equal arguments must get equal answers, or a run cannot be repeated."""
+are of any role but the assistant's; it may be async. Equal arguments must get equal answers, or a run cannot be repeated. It
+is called in a thread of its own; under slime several calls may be under way at once."""
 
 _SUM = re.compile(r"(?<![\w.])\d{1,9}(?: ?[-+*] ?\d{1,9}){1,9}(?= ?=)")
 
@@ -74,6 +79,32 @@ def find(name: str, where: str) -> Respond:
     return respond
 
 
+async def _called(respond: Respond, prompt: Prompt, chat: Sequence[Message]) -> Answer:
+    """The answer of `respond`, called in a thread, so that a hanging function holds up neither the event loop nor the exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[_Returned, BaseException | None]] = loop.create_future()
+
+    def deliver(outcome: tuple[_Returned, BaseException | None]) -> None:
+        if not done.done():  # nobody waits any more after a time-out
+            done.set_result(outcome)
+
+    def work() -> None:
+        outcome: tuple[_Returned, BaseException | None]
+        try:
+            outcome = respond(prompt, chat), None
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    # Not `asyncio.to_thread`: the interpreter waits for its threads before it exits.
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    answer, error = await done
+    if error is not None:
+        raise error
+    return await answer if inspect.isawaitable(answer) else answer
+
+
 def _is_message(value: object) -> bool:
     if not (isinstance(value, Message) and isinstance(value.content, str) and value.role in ("user", "tool", "system")):
         return False
@@ -87,11 +118,11 @@ def _is_message(value: object) -> bool:
 class Environments:
     """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `find`.
 
-    `student` writes the messages in the senior's markup.
+    `student` writes the messages in the senior's markup; `timeout_s`: seconds that one answer may take.
     """
 
-    def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer) -> None:
-        self._specs, self._student = specs, student
+    def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer, *, timeout_s: float = 60.0) -> None:
+        self._specs, self._student, self.timeout_s = specs, student, timeout_s
         self._responds = {
             i: find(spec.environment, f"tasks.{i}.environment")
             for i, spec in enumerate(specs)
@@ -101,8 +132,9 @@ class Environments:
     async def __call__(self, writer: TandemWriter) -> NextTurn | None:
         """What comes before the next turn of this response; None if it is complete.
 
-        Raises DataError for an environment that raises, or answers anything but messages; ModelError if the senior's template
-        refuses these.
+        Raises EnvironmentTimeoutError after `timeout_s` (this response fails; a function that hangs cannot be stopped
+        and goes on in its thread); DataError for an environment that raises, or answers anything but messages; ModelError if
+        the senior's template refuses these.
         """
         index = writer.prompt.metadata.get("spec", -1)
         if index not in self._responds:
@@ -111,11 +143,16 @@ class Environments:
         if sum(m.role == "assistant" for m in chat) >= spec.max_turns:
             return None
         where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
+        limit = asyncio.timeout(self.timeout_s)
         try:
-            # A copy: what a function does to its arguments is no part of the run.
-            answer = respond(copy.deepcopy(writer.prompt), chat)
-            messages = await answer if inspect.isawaitable(answer) else answer
+            async with limit:
+                # A copy: what a function does to its arguments is no part of the run.
+                messages = await _called(respond, copy.deepcopy(writer.prompt), chat)
         except (Exception, SystemExit) as error:  # the user's code
+            if limit.expired():
+                expected = f"an answer within engine.environment_timeout_s={self.timeout_s:g}"
+                remedy = "mend the function, raise the limit, or set sampling.on_failed_sample=drop_sample"
+                raise EnvironmentTimeoutError(explain(where, "none", expected, remedy)) from None
             why = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(explain(where, why, "messages or None", "mend the function")) from error
         if messages is None:

@@ -29,7 +29,7 @@ from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import ConfigError, ModelError, TeacherScoreError, explain
 from slime_tandem.local.environments import Environments
 from slime_tandem.local.pretrain import resolve_model
-from slime_tandem.local.tokenizer import ModelTokenizer, require_same_tokenizer
+from slime_tandem.local.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
 from slime_tandem.rollout.drive import write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
@@ -152,8 +152,10 @@ class Team:
                 if self.given_urls[role] is None or role == "senior":
                     check_model_folder(folder)
                 self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=trust)
+                same = role == "senior" or (role == "junior" and tandem.junior_tokenizer == "same")
+                require_rows(self.tokenizers[role], special=same)
         self.student = self.tokenizers["senior"]
-        self.environments = Environments(config.tasks, self.student)
+        self.environments = Environments(config.tasks, self.student, timeout_s=config.engine.environment_timeout_s)
         if self.teacher_specs:
             most = min(len(self.tokenizers[role].tokens.table) for role in ("senior", *self.teacher_specs))
             for setting, k in (("top_k", config.opd.top_k), ("selection.top_k", config.opd.selection.top_k)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes, encode_exact
-from slime_tandem.engines.hf import load_tokenizer, read_json_object
+from slime_tandem.engines.hf import load_tokenizer, read_json_object, read_model_config
 from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
 from slime_tandem.rollout.spelling import Speller
 from slime_tandem.types import Message
@@ -158,6 +158,29 @@ def eos_ids_of(folder: Path, hf: Any) -> frozenset[int]:
                 )
             )
     return frozenset(ids)
+
+
+def require_rows(tokenizer: ModelTokenizer, *, special: bool = True) -> None:
+    """Raise ModelError for a tokenizer with an id that the model of its folder (`vocab_size` in config.json) has no row for.
+
+    `special=False`: special tokens other than ends of turn do not count. Some published tokenizers have an image or padding
+    token behind the last row, which no text becomes; a model that is only asked to score text never meets it.
+    """
+    tokens, folder = tokenizer.tokens, tokenizer.folder
+    rows = read_model_config(folder).get("vocab_size") if (folder / "config.json").exists() else None
+    if not isinstance(rows, int):  # a folder with nothing but a tokenizer, or a config of another form
+        return
+    spelt = {i for i, data in enumerate(tokens.table) if data is not None}
+    over = sorted(i for i in spelt | tokens.eos_ids | (tokens.special if special else frozenset()) if i >= rows)
+    if over:
+        raise ModelError(
+            explain(
+                f"tokenizer of {folder}",
+                f"{len(over)} ids beyond the model, the first {over[0]} ({tokenizer.show(over[0])})",
+                f"ids below vocab_size={rows}, the rows of the model's vocabulary",
+                "use the tokenizer that belongs to this model, or resize the model's embeddings to it and save both",
+            )
+        )
 
 
 def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> None:

@@ -67,14 +67,21 @@ class Trainer:
         """Learn from one rollout; returns `train/...` metrics, means over its optimizer steps.
 
         `train/logprob_diff` is of the first step only: there the policy still is the one that sampled, so it shows how far
-        the trainer and the engine disagree. Raises TandemError if the KL leaves its target and `objective.kl_guard` is stop.
+        the trainer and the engine disagree. A mini-batch without a token that any term counts is left out (zero gradients would
+        still let AdamW's moments move the weights): `train/empty_updates`; if all are, means over the steps are None. Raises
+        DataError for no rows, TandemError if the KL leaves its target and `objective.kl_guard` is stop.
         """
+        if not rows:
+            raise DataError(explain("rows of an update", 0, "at least one", "keep a sample, or leave the update out"))
         objective = self.config.objective
         rows, masked = self._with_own_log_probs(rows)
         steps: list[dict[str, float]] = []
         kl_values: list[Tensor] = []
-        guarded = 0
+        guarded = empty = 0
         for mini in mini_batches(rows, self.config.train.updates_per_step):
+            if not any(map(self._teaches, mini)):
+                empty += 1
+                continue
             step, values = self._optimizer_step(mini)
             steps.append(step)
             kl_values += values
@@ -87,11 +94,12 @@ class Trainer:
             if over and objective.kl_guard == "skip_updates":
                 break
         metrics: dict[str, float | None] = {
-            f"train/{k}": float(np.mean([s[k] for s in steps])) for k in (*LOSS_METRICS, "grad_norm")
+            f"train/{k}": float(np.mean([s[k] for s in steps])) if steps else None for k in (*LOSS_METRICS, "grad_norm")
         }
-        metrics["train/logprob_diff"] = steps[0]["logprob_diff"]
+        metrics["train/logprob_diff"] = steps[0]["logprob_diff"] if steps else None
         metrics["train/lr"] = self.policy.lr
         metrics["train/updates"] = float(len(steps))
+        metrics["train/empty_updates"] = float(empty)
         metrics["train/rollout_masked_tokens"] = masked
         metrics["train/kl_guard"] = float(guarded)
         metrics["train/kl_coef"] = self.kl_coef
@@ -102,6 +110,15 @@ class Trainer:
         if objective.lambda_jun == 0:
             metrics["train/junior_kl"] = None
         return metrics
+
+    def _teaches(self, row: TrainRow) -> bool:
+        """Whether a term of the loss counts one of the row's tokens (its value there may still be 0)."""
+        objective, opd = self.config.objective, self.config.opd
+        return bool(
+            ((objective.reward_coef > 0 or self.kl_coef > 0) and row.weights.any())
+            or (opd.enabled and opd.coef > 0 and row.opd_weights.any())
+            or (objective.lambda_jun > 0 and row.junior_weights is not None and row.junior_weights.any())
+        )
 
     def _optimizer_step(self, mini: Sequence[TrainRow]) -> tuple[dict[str, float], list[Tensor]]:
         """One update; (its metrics, KL per weighted token of each micro-batch)."""

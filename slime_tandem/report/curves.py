@@ -81,8 +81,17 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def curve(name: str, title: str, runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> Curve | None:
-    """The plot of one step metric; `runs` are (label, css class, rows). None if no run has a value of it."""
+def curve(
+    name: str,
+    title: str,
+    runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]],
+    *,
+    beside: Sequence[tuple[float, float]] = (),
+) -> Curve | None:
+    """The plot of one step metric; `runs` are (label, css class, rows). None if no run has a value of it.
+
+    `beside`: (step, value) points of other plots, which this one's axes hold, too, so that they can be compared.
+    """
     metric = METRICS[name]
     longest = max((len(rows) for _, _, rows in runs), default=0)
     stretch = max(1, math.ceil(longest / MAX_POINTS))
@@ -93,8 +102,8 @@ def curve(name: str, title: str, runs: Sequence[tuple[str, str, Sequence[Mapping
             data.append((label, css, points))
     if not data:
         return None
-    ys = [y for _, _, points in data for _, y in points if y is not None]
-    xs = [x for _, _, points in data for x, _ in points]
+    ys = [y for _, _, points in data for _, y in points if y is not None] + [y for _, y in beside]
+    xs = [x for _, _, points in data for x, _ in points] + [x for x, _ in beside]
     low, high = _range(min(ys), max(ys), bounded=metric.unit == "fraction")
     x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
 

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from markupsafe import Markup, escape
 
 from slime_tandem import __version__
 from slime_tandem.errors import RunDirError, TandemError, explain
-from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve
+from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
-from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, summarise
+from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, load_rewards, summarise
 from slime_tandem.report.writer import disk_errors, read_rows
 from slime_tandem.types import SENIOR
 
@@ -31,6 +32,7 @@ MAX_TRANSCRIPTS = 40
 """Transcripts in one report; with MAX_TOKENS and MAX_PROMPT_CHARS it bounds the file's size."""
 MAX_TOKENS = 400
 MAX_PROMPT_CHARS = 2000
+MAX_TASKS = 24
 
 CURVES = (
     ("rollout/reward_mean", "Reward"),
@@ -135,6 +137,7 @@ def render(run_dir: Path) -> str:
     lines = [(part["label"], key, load_files(folder).steps) for key, part, folder in parts]
     groups = _groups([(key, part["label"], folder) for key, part, folder in parts])
     curves = [c for name, title in CURVES if (c := curve(name, title, lines)) is not None]
+    by_task, tasks_left_out = task_curves([(part["label"], key, load_rewards(folder)) for key, part, folder in parts])
     env = Environment(
         loader=PackageLoader("slime_tandem.report"),
         autoescape=True,
@@ -156,6 +159,8 @@ def render(run_dir: Path) -> str:
         legend=[(key, part["label"]) for key, part, _ in parts],
         cards=[_card(name, title, [part for _, part, _ in parts]) for name, title in CARDS],
         curves=curves,
+        by_task=by_task,
+        tasks_left_out=tasks_left_out,
         box={"w": WIDTH, "h": HEIGHT, "l": LEFT, "r": WIDTH - RIGHT, "t": TOP, "b": HEIGHT - BOTTOM},
         evaluation=[
             (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for _, part, _ in parts])
@@ -169,6 +174,30 @@ def render(run_dir: Path) -> str:
             f"{config.train.samples_per_prompt} responses, seed {config.seed}"
         ),
     )
+
+
+def task_curves(runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> tuple[list[Curve], int]:
+    """(a plot of the mean reward for each task tag, all with the same axes; how many tags have none).
+
+    `runs` are (label, css class, rows of rewards.jsonl). None for a single tag, which the plot of the reward shows; of more
+    than MAX_TASKS those with most responses. A step without a prompt of the task has no point.
+    """
+    samples: Counter[str] = Counter()
+    for _, _, rows in runs:
+        for row in rows:
+            samples[row["task"]] += row["samples"]
+    if len(samples) < 2:
+        return [], 0
+    shown = sorted(sorted(samples, key=lambda task: (-samples[task], task))[:MAX_TASKS])
+    all_points = [(row["step"], row["mean"]) for _, _, rows in runs for row in rows if row["task"] in shown]
+    plots = []
+    for task in shown:
+        lines = [
+            (label, css, [{"step": r["step"], "rollout/reward_mean": r["mean"]} for r in rows if r["task"] == task])
+            for label, css, rows in runs
+        ]
+        plots.append(curve("rollout/reward_mean", task, lines, beside=all_points))
+    return [plot for plot in plots if plot is not None], len(samples) - len(shown)
 
 
 def _groups(parts: Sequence[tuple[str, str, Path]]) -> list[TranscriptGroup]:

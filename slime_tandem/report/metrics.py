@@ -225,6 +225,13 @@ _TABLE = (
         "train/kl_guard", "updates", "sum over the step", "down", "updates with a KL above twice objective.kl_target"
     ),
     _step("train/updates", "updates", "sum over the step", "none", "optimizer steps (fewer when the guard skips some)"),
+    _step(
+        "train/empty_updates",
+        "updates",
+        "sum over the step",
+        "down",
+        "optimizer steps left out: no token of the mini-batch counts in any term (if all are, the means are null)",
+    ),
     _step("train/junior_kl", "nats", "token mean", "down", "estimate of KL(junior || senior) on junior-written tokens"),
     _step(
         "train/rollout_weight_mean",

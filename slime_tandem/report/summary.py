@@ -98,6 +98,21 @@ def load_files(run_dir: Path) -> RunFiles:
     return RunFiles(_rows(run_dir / "metrics.jsonl", "step"), _rows(run_dir / "eval.jsonl", "eval"))
 
 
+def load_rewards(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
+    """The rows of rewards.jsonl, one per step and task tag; raises RunDirError for damaged ones."""
+    path = run_dir / "rewards.jsonl"
+    rows = tuple(read_rows(path))
+    for row in rows:
+        numbers = all(row.get(name) is not None and _is_value(row[name]) for name in ("samples", "mean"))
+        if not (isinstance(row.get("task"), str) and numbers):
+            found = {name: row.get(name) for name in ("task", "samples", "mean")}
+            expected = "a task, and finite numbers of samples and mean reward"
+            raise RunDirError(
+                explain(f"{path} step {row['step']}", found, expected, "restore the file, or delete this line")
+            )
+    return rows
+
+
 def _rows(path: Path, scope: Scope) -> tuple[Mapping[str, Any], ...]:
     rows = tuple(read_rows(path))
     for row in rows:

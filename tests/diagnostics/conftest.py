@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,13 @@ def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def served(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def served(
+    trio: Any, frozen_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[str]]:
     """Settings that name running servers of senior and teacher; starting some for each test takes long."""
-    logs = tmp_path_factory.mktemp("served")
-    roles = ("senior", "teacher")
-    servers = [ServerProcess(getattr(trio, r), log_file=logs / r, cache_tokens=4096) for r in roles]
-    with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
-            server.launch()
-        for server in servers:
-            server.wait_ready()
-        yield [f"engine.{r}_url={server.url}" for r, server in zip(roles, servers, strict=True)]
+    log = tmp_path_factory.mktemp("served") / "senior"
+    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
+        yield [f"engine.senior_url={senior.url}", f"engine.teacher_url={frozen_url('teacher')}"]
 
 
 PLAN = BankPlan(sequences=6, per_sequence=5, sampling="uniform", top_k=4)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from slime_tandem.cli import main
-from slime_tandem.engines.launch import ServerProcess
 
 SMALL = (
     "sampling.max_new_tokens=12", "train.samples_per_prompt=3", "train.threads=1", "engine.cache_tokens=4096",
@@ -38,13 +37,14 @@ def statuses(out: str) -> dict[str, Any]:
     return {f["name"]: f["status"] for f in json.loads(out)["findings"]}
 
 
-def test_sound_models_pass(trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_sound_models_pass(trio, frozen_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out = doctor(
         trio,
         tmp_path,
         capsys,
         "objective.kl_coef=0.1",
         "objective.lambda_jun=0.1",
+        *(f"engine.{role}_url={frozen_url(role)}" for role in ("junior", "teacher")),
         flags=("--json", "--length-updates", "2"),
     )
     found = statuses(out)
@@ -70,16 +70,10 @@ def test_sound_models_pass(trio, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_another_model_behind_the_seniors_url_is_found(
-    trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trio, frozen_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # type: ignore[no-untyped-def]
-    server = ServerProcess(trio.junior, log_file=tmp_path / "server.log", cache_tokens=4096)
-    try:
-        server.launch()
-        server.wait_ready()
-        alone = (f"engine.senior_url={server.url}", "tandem.enabled=false", "opd.enabled=false")
-        code, out = doctor(trio, tmp_path, capsys, *alone)
-    finally:
-        server.stop()
+    alone = (f"engine.senior_url={frozen_url('junior')}", "tandem.enabled=false", "opd.enabled=false")
+    code, out = doctor(trio, tmp_path, capsys, *alone)
     assert code == 3
     assert "fail  sampled log-probs: |trainer - engine|" in out
     assert "fail  given log-probs: |trainer - engine|" in out

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime_tandem.config import RunConfig, SamplingConfig, TaskSpec
-from slime_tandem.engines.protocol import GenerateResult
-from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.errors import ConfigError, DataError, EngineError
 from slime_tandem.evaluation.run import run_evaluation
 from slime_tandem.local.environments import Environments, calculator, find
+from slime_tandem.local.rollouts import successful
+from slime_tandem.local.team import Team
 from slime_tandem.local.tokenizer import ModelTokenizer
-from slime_tandem.rollout.drive import NextTurn
+from slime_tandem.rollout.drive import NextTurn, write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.tandem import TandemWriter
-from slime_tandem.types import Message, Prompt, SampleKey
+from slime_tandem.types import FailedSample, Message, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("p/1", (Message("user", "12 + 34"),), "46", "t", {"spec": 0})
 
@@ -42,11 +44,15 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str],
 
 def written(student: ModelTokenizer, text: str, *, end: bool = True, prompt: Prompt = PROMPT) -> TandemWriter:
     """A response of one turn, ended by the end of turn or by the stop string."""
-    sampling = SamplingConfig(max_new_tokens=100, stop=() if end else (text[-1],))
-    rule = HandoffRule("word", 1.0, 99, 16, frozenset())
-    writer = TandemWriter(SampleKey(0, 0, 0), 0, prompt, (1,), rule, sampling, student.tokens)
+    writer = begun(student, prompt, stop=() if end else (text[-1],))
     turn(writer, student, text, end=end)
     return writer
+
+
+def begun(student: ModelTokenizer, prompt: Prompt, stop: tuple[str, ...] = ()) -> TandemWriter:
+    sampling = SamplingConfig(max_new_tokens=100, stop=stop)
+    rule = HandoffRule("word", 1.0, 99, 16, frozenset())
+    return TandemWriter(SampleKey(0, 0, 0), 0, prompt, (1,), rule, sampling, student.tokens)
 
 
 def turn(writer: TandemWriter, student: ModelTokenizer, text: str, *, end: bool = True) -> None:
@@ -147,6 +153,56 @@ def test_an_environment_that_misbehaves_is_named(
 ) -> None:
     name = own(f"odd_{abs(hash(body))}", body)
     with pytest.raises(DataError, match=rf"environment {name} at prompt p/1=.*{said}"):
+        ask(student, name, written(student, "x"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import threading\ndef f(prompt, chat): threading.Event().wait()",
+        "import asyncio\nasync def f(prompt, chat): await asyncio.Event().wait()",
+    ],
+)
+def test_an_environment_that_hangs_fails_its_response_alone(
+    student: ModelTokenizer, own: Callable[[str, str], str], body: str
+) -> None:
+    """Two tasks, one of which never answers: the other's response is written, and the loop is not held up."""
+    name = own(f"hangs_{abs(hash(body))}", body)
+    specs = [TaskSpec(family="chain_sum", environment=e) for e in (name, "calculator")]
+    environments = Environments(specs, student, timeout_s=0.05)
+    prompts = [Prompt(f"p/{i}", PROMPT.messages, None, "t", {"spec": i}) for i in (0, 1)]
+    writers = [begun(student, prompt) for prompt in prompts]
+    said = [(*student.encode(text), student.end_of_turn) for text in ("2+3 =6;", "5;")]
+
+    class Engine:
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            turns = [said[len(r.input_ids) > 1] for r in requests]
+            return [
+                GenerateResult(r.rid, t, (-0.5,) * len(t), "stop", "v") for r, t in zip(requests, turns, strict=True)
+            ]
+
+    failed, whole = asyncio.run(write_lockstep(writers, {1: Engine()}, environment=environments))  # type: ignore[dict-item]
+    assert isinstance(whole, TandemSample)
+    assert whole.text == "2+3 =6;5;"
+    assert isinstance(failed, FailedSample)
+    told = rf"environment {name} at prompt p/0='none': expected an answer within engine\.environment_timeout_s=0\.05"
+    with pytest.raises(EngineError, match=rf"1 of 2 samples could not be written; .*{told}"):
+        successful([failed, whole], "stop")
+    assert successful([failed, whole], "drop_sample") == [whole]
+
+
+def test_the_limit_is_a_setting(trio: Any, tmp_path: Path) -> None:
+    models = {"senior": str(trio.senior)}
+    tree = {"models": models, "tandem": {"enabled": False}, "opd": {"enabled": False}}
+    team = Team(RunConfig.from_mapping({**tree, "engine": {"environment_timeout_s": 7}}), tmp_path)
+    assert team.environments.timeout_s == 7.0
+
+
+def test_an_error_of_the_environments_own_is_no_time_out(
+    student: ModelTokenizer, own: Callable[[str, str], str]
+) -> None:
+    name = own("slow_peer", "def f(prompt, chat): raise TimeoutError('the database')")
+    with pytest.raises(DataError, match="TimeoutError: the database"):
         ask(student, name, written(student, "x"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -38,32 +37,29 @@ BASE: dict[str, Any] = {
 }
 
 
-OWN_SERVERS: dict[str, Any] = {"engine": BASE["engine"]}
-"""For tests about servers; the others share a junior and a teacher, which no run changes: two servers less to start."""
+ROLES = ("senior", "junior", "teacher")
 _urls: dict[str, str] = {}
+"""Servers that the tests share, as far as they are not about servers: each takes seconds to start. No run changes the junior
+and the teacher; into the senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
-    logs = tmp_path_factory.mktemp("shared")
-    servers = {
-        role: ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096)
-        for role in ("junior", "teacher")
-    }
-    with contextlib.ExitStack() as stack:
-        for server in servers.values():
-            stack.callback(server.stop)
-            server.launch()
-        for role, server in servers.items():
-            server.wait_ready()
-            _urls[f"{role}_url"] = server.url
+def _shared_servers(trio, frozen_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    log = tmp_path_factory.mktemp("shared") / "senior.log"
+    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
+        _urls.update(senior_url=senior.url, junior_url=frozen_url("junior"), teacher_url=frozen_url("teacher"))
         yield
         _urls.clear()
 
 
+def own(*roles: str) -> dict[str, Any]:
+    """The setting of a run that starts the servers of these roles itself."""
+    return {"engine": {**BASE["engine"], **{k: v for k, v in _urls.items() if k.removesuffix("_url") not in roles}}}
+
+
 def settings(trio, runs: Path, **changes: Any) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
-    return {**BASE, "runs_dir": str(runs), "models": models, "engine": {**BASE["engine"], **_urls}, **changes}
+    models = {role: str(getattr(trio, role)) for role in ROLES}
+    return {**BASE, "runs_dir": str(runs), "models": models, **own(), **changes}
 
 
 _started: list[subprocess.Popen[str]] = []
@@ -113,7 +109,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, n: int) -> None:
 
 
 def servers_of(run: Path) -> list[int]:
-    """Process ids of servers whose command line or log belongs to this run folder."""
+    """Process ids of servers whose command line or log belongs to this run folder, by role: junior, senior, teacher."""
     found = []
     for proc in Path("/proc").iterdir():
         if proc.name.isdigit():
@@ -123,8 +119,8 @@ def servers_of(run: Path) -> list[int]:
             except OSError:
                 continue
             if b"slime_tandem.engines" in line and logs.startswith(str(run.resolve())):
-                found.append(int(proc.name))
-    return found
+                found.append((logs, int(proc.name)))
+    return [pid for _, pid in sorted(found)]
 
 
 def comparable(path: Path) -> list[dict[str, Any]]:
@@ -132,10 +128,10 @@ def comparable(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "engine/retries"} for r in rows(path)]
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(trio, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def uninterrupted(trio, _shared_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
     root = tmp_path_factory.mktemp("uninterrupted")
-    out = finish(start(settings(trio, root / "runs", **OWN_SERVERS), root))
+    out = finish(start(settings(trio, root / "runs", **own("senior")), root))
     assert "report.html" in out
     return root / "runs" / "r"
 
@@ -172,13 +168,16 @@ def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
 def test_a_killed_run_resumes_to_the_same_metrics(
     trio, uninterrupted: Path, tmp_path: Path, arm: str, after: int
 ) -> None:  # type: ignore[no-untyped-def]
-    config = settings(trio, tmp_path / "runs")
+    config = settings(trio, tmp_path / "runs", **own("senior"))
     run = tmp_path / "runs" / "r"
     process = start(config, tmp_path)
     wait_for_steps(process, run / arm, after)
     process.kill()
     process.communicate()
-    finish(start(config, tmp_path, "--resume"))
+    if arm:  # on another server, and in this process: one less to start
+        train(RunConfig.from_mapping(config | own()), resume=True)
+    else:
+        finish(start(config, tmp_path, "--resume"))
     for part in ("", "control"):
         for name in ("metrics.jsonl", "eval.jsonl", "rewards.jsonl"):
             assert comparable(run / part / name) == comparable(uninterrupted / part / name), f"{part}/{name}"
@@ -189,16 +188,19 @@ def test_a_killed_run_resumes_to_the_same_metrics(
 
 
 def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    config = settings(trio, tmp_path / "runs", control=False, **OWN_SERVERS)
+    """First the teacher's, then the other two at once."""
+    config = settings(trio, tmp_path / "runs", control=False, **own(*ROLES))
     run = tmp_path / "runs" / "r"
     process = start(config, tmp_path)
-    for step in (1, 2):
+    for step, killed in ((1, slice(2, 3)), (2, slice(0, 2))):
         wait_for_steps(process, run, step)
-        for pid in servers_of(run)[step - 1 :]:
+        for pid in servers_of(run)[killed]:
             os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "restarted the" in err
+    told = [line for line in err.splitlines() if line.startswith("restarted the ")]
+    assert told[0].startswith("restarted the teacher server after: ")
+    assert all(any(role in line.partition(" after: ")[0] for line in told[1:]) for role in ("senior", "junior"))
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
@@ -214,7 +216,7 @@ def ignore_sigint() -> None:
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     trio, tmp_path: Path, number: int, before_exec: Callable[[], object] | None
 ) -> None:  # type: ignore[no-untyped-def]
-    changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False, **OWN_SERVERS}
+    changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False, **own("senior")}
     run = tmp_path / "runs" / "r"
     process = start(settings(trio, tmp_path / "runs", **changes), tmp_path, before_exec=before_exec)
     wait_for_steps(process, run, 2)
@@ -294,7 +296,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     config = RunConfig.from_mapping(
         settings(trio, tmp_path / "runs")
         | {
-            **OWN_SERVERS,
+            **own("junior"),
             "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
             "objective": {},
             "opd": {"enabled": False},
@@ -308,6 +310,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     policy = MegatronPolicy.from_hf(tmp_path / "short", config.optimizer, threads=1)
     trainer = Trainer(config, policy, None)
     with Team(config, tmp_path / "logs") as team:
+        team.send_weights(tmp_path / "short", "start")
         for step in range(14):
             scored, _ = rollout(team, tasks, tasks.train_prompts(step, 6), step, 8, tandem=True, score=False)
             scored = [replace(s, reward=float(min(len(s.sample.response_ids), cap))) for s in scored]
@@ -322,7 +325,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
 
 
 def misuse(trio, tmp_path: Path, changes: dict[str, Any]) -> RunConfig:  # type: ignore[no-untyped-def]
-    return RunConfig.from_mapping(settings(trio, tmp_path / "runs", **{**OWN_SERVERS, **changes}))
+    return RunConfig.from_mapping(settings(trio, tmp_path / "runs", **{**own(*ROLES), **changes}))
 
 
 def test_a_junior_with_another_tokenizer_is_refused_before_any_server(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -339,7 +342,7 @@ def test_a_junior_with_another_tokenizer_co_writes_when_asked_to(trio, tmp_path:
     changes["models"]["junior"] = str(trio.teacher)
     changes["tandem"] = {"junior_tokenizer": "any", "junior_token_loss_weight": 0.25}
     changes["objective"] = {"kl_coef": 0.1}
-    changes["engine"] = {**BASE["engine"], "sessions": True, "tokens_per_request": 4}
+    changes["engine"] |= {"junior_url": _urls["teacher_url"], "sessions": True, "tokens_per_request": 4}
     changes["sampling"] = {**BASE["sampling"], "stop": ["answer"]}
     changes["train"] = {**BASE["train"], "steps": 2}
     config = RunConfig.from_mapping(changes)
@@ -411,7 +414,7 @@ def test_a_prompt_file_that_names_an_unknown_teacher_is_told_at_the_start(trio, 
 
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
-    changes = settings(trio, tmp_path, control=False, engine={**BASE["engine"], "junior_url": _urls["junior_url"]})
+    changes = settings(trio, tmp_path, control=False, **own("teacher"))
     del changes["models"]["teacher"]
     changes["tasks"] = [*BASE["tasks"], {"family": "letter_counting", "config": {"min_words": 1, "max_words": 2}}]
     changes["train"] = {**BASE["train"], "steps": 2, "prompts_per_step": 4}
@@ -450,6 +453,21 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
         assert (config.run_dir / "logs" / f"{name}.log").exists()
 
 
+def test_a_teacher_whose_context_holds_no_sample_fails_samples_only(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Each is counted, and the run goes on without its signal."""
+    teacher = Path(shutil.copytree(trio.teacher, tmp_path / "short"))
+    tree = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**tree, "max_position_embeddings": 8}))
+    changes = settings(trio, tmp_path, control=False, train={**BASE["train"], "steps": 2}, **own("teacher"))
+    changes["models"]["teacher"] = str(teacher)
+    config = RunConfig.from_mapping(changes)
+    train(config)
+    steps = rows(config.run_dir / "metrics.jsonl")
+    assert [row["opd/failed_samples"] for row in steps] == [6, 6]
+    assert all(row["opd/teacher_kl"] is None for row in steps)
+    assert servers_of(config.run_dir) == []
+
+
 def test_lists_longer_than_a_vocabulary_are_refused_at_the_start(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     opd = {"selection": {"selector": "tip", "ratio": 0.1, "top_k": 5000}}
     with pytest.raises(
@@ -460,7 +478,7 @@ def test_lists_longer_than_a_vocabulary_are_refused_at_the_start(trio, tmp_path:
 
 
 def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    changes = settings(trio, tmp_path, control=False, **OWN_SERVERS)
+    changes = settings(trio, tmp_path, control=False, **own(*ROLES))
     del changes["models"]["teacher"]
     changes["opd"] = {"teachers": [{"name": "poems", "model": str(trio.teacher), "tasks": ["poem"]}]}
     with pytest.raises(ConfigError, match=r"opd\.teachers=.*expected one for task 'chain_sum'"):
@@ -508,6 +526,7 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
         return torch.log_softmax(logits, -1)
 
     with Team(config, tmp_path / "logs") as team:
+        team.send_weights(trio.senior, "start")
         samples = team.write(TaskSet(config.tasks, 0).train_prompts(0, 2), 0, 2, tandem=True)
         teacher = team.panel.teachers[0]
         compared = 0

@@ -83,13 +83,14 @@ def test_tokens_of_the_junior_carry_no_gradient(trio) -> None:  # type: ignore[n
     assert largest(base, gradient(trio, cfg, wild)) == 0.0
     off = [replace(r, old_log_probs=r.old_log_probs + 0.1 * (r.weights > 0)) for r in rows]
     assert largest(base, gradient(trio, cfg, off)) > 1e-5
-    assert largest(gradient(trio, cfg, rows_for(p, NONE, NONE))) == 0.0
+    assert gradient(trio, cfg, rows_for(p, NONE, NONE)) == {}, "no step at all"
 
 
 def test_the_distillation_term_has_its_own_mask(trio) -> None:  # type: ignore[no-untyped-def]
     cfg = config("objective.reward_coef=0")
     p = policy(trio, cfg)
-    assert largest(gradient(trio, cfg, rows_for(p, SENIOR_ONLY, NONE))) == 0.0
+    assert gradient(trio, cfg, rows_for(p, SENIOR_ONLY, NONE)) == {}, "no term counts these tokens"
+    assert largest(gradient(trio, cfg, rows_for(p, SENIOR_ONLY, [[0.0, 1.0, 0.0], [0.0, 0.0]]))) > 1e-4
     assert largest(gradient(trio, cfg, rows_for(p, NONE, [[0.0, 1.0, 0.0], [0.0, 0.0]]))) > 1e-4
 
 
@@ -293,6 +294,47 @@ def test_an_update_without_a_weighted_token_leaves_the_coefficient(trio) -> None
     trainer, rows = trainer_with_kl(trio)
     trainer.update([replace(row, weights=np.zeros(row.response_length)) for row in with_reference(rows)])
     assert trainer.kl_coef == 0.1
+
+
+def masked(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    return [replace(r, weights=np.zeros(r.response_length), opd_weights=np.zeros(r.response_length)) for r in rows]
+
+
+def test_an_update_whose_tokens_are_all_masked_moves_nothing(trio) -> None:  # type: ignore[no-untyped-def]
+    """AdamW with momentum would walk on under a zero gradient; the run must go on as if the update had not been."""
+    cfg = config("optimizer.warmup_steps=8")
+    results = []
+    for between in (False, True):
+        p = policy(trio, cfg)
+        trainer, rows = Trainer(cfg, p, None), rows_for(p, SENIOR_ONLY, SENIOR_ONLY)
+        trainer.update(rows)
+        if between:
+            before = {n: (w.detach().clone(), w.grad) for n, w in p.model.named_parameters()}
+            metrics = trainer.update(masked(rows))
+            assert (metrics["train/updates"], metrics["train/empty_updates"], p.steps) == (0.0, 1.0, 1)
+            assert metrics["train/loss"] is metrics["train/grad_norm"] is metrics["train/logprob_diff"] is None
+            for name, w in p.model.named_parameters():
+                assert torch.equal(before[name][0], w), name
+                assert before[name][1] is w.grad, "gradients are left as they are, too"
+        results.append((trainer.update(rows), [w.detach().clone() for w in p.model.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1])), "moments and learning rate, too"
+
+
+def test_an_empty_mini_batch_does_not_count_in_the_means(trio) -> None:  # type: ignore[no-untyped-def]
+    rows = rows_for(policy(trio, config()), [*SENIOR_ONLY, *SENIOR_ONLY], [*NONE, *NONE])
+    half = ("opd.enabled=false", "train.updates_per_step=2")
+    metrics = []
+    for cfg, given in ((config("opd.enabled=false"), rows[2:]), (config(*half), [*masked(rows[:2]), *rows[2:]])):
+        metrics.append(Trainer(cfg, policy(trio, cfg), None).update(given))
+        assert metrics[-1]["train/updates"] == 1.0
+    assert metrics[0] | {"train/empty_updates": 1.0} == metrics[1]
+
+
+def test_an_update_of_no_rows_is_refused(trio) -> None:  # type: ignore[no-untyped-def]
+    cfg = config()
+    with pytest.raises(DataError, match="rows of an update=0: expected at least one"):
+        Trainer(cfg, policy(trio, cfg), None).update([])
 
 
 def test_a_checkpoints_coefficient_is_taken_where_it_adapts_within_the_new_bounds(trio) -> None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import pytest
 from slime_tandem.errors import RunDirError
 from slime_tandem.report import html
 from slime_tandem.report.curves import MAX_POINTS, curve
-from slime_tandem.report.html import transcript_groups, visible, write_report
+from slime_tandem.report.html import task_curves, transcript_groups, visible, write_report
 
 ATTACK = "</script><script>alert(1)</script>"
 ODD = (
@@ -61,6 +61,46 @@ def test_a_long_run_is_drawn_as_means():
     (series,) = json.loads(drawn.points)
     assert len(series["xy"]) == MAX_POINTS
     assert {y for _, y, _, _ in series["xy"]} == {0.5}
+
+
+def rewards(*rows):
+    return [{"step": step, "task": task, "samples": 4, "mean": mean} for step, task, mean in rows]
+
+
+def test_each_task_has_a_curve_on_the_same_axes():
+    run = rewards((0, "gcd", 0.0), (0, "sum", 0.5), (1, "sum", 1.0), (2, "gcd", 0.5))
+    plots, left_out = task_curves([("tandem", "run", run), ("solo", "control", rewards((0, "sum", 0.25)))])
+    assert left_out == 0
+    assert [p.aria for p in plots] == [
+        "gcd in reward. tandem: 0 at step 0, 0.5 at step 2",  # no prompt of it at step 1
+        "sum in reward. tandem: 0.5 at step 0, 1 at step 1; solo: 0.25 at step 0, 0.25 at step 0",
+    ]
+    assert plots[0].y_ticks == plots[1].y_ticks
+    assert plots[0].series[0].end[0] == 310.0, "step 2 is the last of all"
+    assert plots[1].series[0].end[0] == 174.0, "step 1 is half way"
+
+
+def test_one_task_has_no_curve_of_its_own_and_too_many_are_told(monkeypatch):
+    assert task_curves([("tandem", "run", rewards((0, "sum", 0.5)))]) == ([], 0)
+    monkeypatch.setattr(html, "MAX_TASKS", 2)
+    plots, left_out = task_curves([("tandem", "run", rewards((0, "a", 0), (0, "c", 0), (0, "b", 0), (1, "c", 1)))])
+    assert ([p.title for p in plots], left_out) == (["a", "c"], 1)
+
+
+def test_the_page_shows_rewards_by_task(make_run, monkeypatch):
+    run_dir = make_run(steps=3)
+    assert "Reward by task" not in write_report(run_dir).read_text(encoding="utf-8")
+    text = "".join(json.dumps(row) + "\n" for row in rewards((0, ATTACK, 0.25), (0, "sum", 0.5), (0, "t", 0.5)))
+    (run_dir / "rewards.jsonl").write_text(text)
+    monkeypatch.setattr(html, "MAX_TASKS", 2)
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "Reward by task" in page
+    assert "1 more are in rewards.jsonl" in page
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+    assert ATTACK not in page
+    (run_dir / "rewards.jsonl").write_text('{"step": 0, "task": "sum", "samples": 4, "mean": NaN}\n')
+    with pytest.raises(RunDirError, match=r"rewards\.jsonl step 0=.*'mean': nan.*expected a task, and finite numbers"):
+        write_report(run_dir)
 
 
 def test_one_point_is_a_dot():
