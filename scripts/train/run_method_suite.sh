@@ -40,8 +40,9 @@ if [[ "$BACKEND" == slime ]]; then
     flags+=("models.junior=$JUNIOR_MODEL")
   fi
   start_ray
-  "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@"
-  exit
+  code=0
+  attend "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@" || code=$?
+  exit "$code"
 fi
 command=("$VENV/bin/slime-tandem" "${suite[@]}" --config "${CONFIG:-scripts/train/configs/methods.yaml}" --set "${flags[@]}" "$@")
 setup_venv base

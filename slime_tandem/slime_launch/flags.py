@@ -144,7 +144,7 @@ def plan(
         shared = any(group.shared for group in place.groups)
         given = more[more.index("--sglang-json-model-override-args") :]
         flags += given if shared else [f for f in given if f != "--sglang-enable-weights-cpu-backup"]
-    extra = _accepted(config, flags, extra, place)
+    extra = _accepted(config, flags, [*config.cluster.slime_flags, *extra], place)
     e = config.engine
     urls = [
         url
