@@ -137,6 +137,7 @@ def slime_flags(a, config):
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", a.cp,
         "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
+        *(("--sequence-parallel",) if a.tp > 1 else ()),
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
         "--prompt-data", a.prompts, "--input-key", "prompt", "--label-key", "label", "--apply-chat-template",
         "--rollout-shuffle", "--num-rollout", a.steps, "--rollout-batch-size", a.prompts_per_step,
@@ -169,6 +170,7 @@ def slime_flags(a, config):
             "--spec", "slime_tandem.slime_hooks.spec", "layer_spec", "--transformer-impl", "local",
             "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
             "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
+            "--cp-comm-type", "all_gather",
         ]  # fmt: skip
     if a.cpu:
         out += ["--update-weight-transport", "disk", "--update-weight-disk-dir", a.work / "weights"]

@@ -138,6 +138,7 @@ def plan(
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
         flags += ["--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
+        flags += ["--cp-comm-type", "all_gather"]  # what the layer does, and all that Megatron takes with a local one
     environment: dict[str, str] = {}
     if fused is not None:
         environment, more = fused
