@@ -123,6 +123,13 @@ def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path
     assert sum(word == "--rollout-temperature" for word in launch.flags) == 1
 
 
+def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Path) -> None:
+    launch = plan(sized(cluster={"slime_flags": ["--use-tensorboard"]}), tmp_path, extra=["--tb-project-name", "x"])
+    assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "x"]
+    with pytest.raises(ConfigError, match="whitening"):
+        plan(sized(cluster={"slime_flags": ["--normalize-advantages"]}), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
