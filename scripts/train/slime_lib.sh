@@ -7,7 +7,7 @@
 #   NODES, GPUS_PER_NODE                                              (default: 1, 8)
 #   RAY_DASHBOARD     URL of a running Ray's dashboard; unset: a head is started here and stopped at the end
 #   MASTER_ADDR       address of that head; other machines need one that they can reach (default: 127.0.0.1)
-#   RAY_PORT, DASHBOARD_PORT                                          (default: 6379, 8265)
+#   RAY_PORT, DASHBOARD_PORT          not of 10001 to 19999, which are Ray's workers'  (default: 6379, 8265)
 #   RAY_START_FLAGS   more flags of `ray start`, separated by blanks  (default: none)
 #   JOB_ENV           names of more variables that the job gets, separated by blanks: a running Ray does not have this shell's
 #                     (default: none; PYTHONPATH, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the fused engine's go along if set)

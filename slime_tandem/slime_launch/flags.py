@@ -124,6 +124,8 @@ def plan(
         *_placement(config, place),
         *_checkpoints(config),
         *model_flags(arch),
+        # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
+        *(("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()),
         *data,
         *_rollout(config),
         *_objective(config),
