@@ -124,6 +124,7 @@ def asynchronous(a):
 def slime_flags(a, config):
     """Everything that train.py is told."""
     senior = a.models / "senior"
+    positions = json.loads((senior / "config.json").read_text())["max_position_embeddings"]
     flags, switches = server_flags(a)
     sglang = [x for name, value in flags.items() for x in (f"--sglang-{name}", value)]
     sglang += [f"--sglang-{name}" for name in switches]
@@ -162,8 +163,8 @@ def slime_flags(a, config):
         "--custom-megatron-before-train-step-hook-path", f"{HOOKS}.before_train_step",
         "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HOOKS}.loss",
         "--dump-details", a.work / "dump",
-        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", 512, "--sglang-server-concurrency", 128,
-        "--sglang-log-level", "warning", *sglang,
+        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(512, positions),
+        "--sglang-server-concurrency", 128, "--sglang-log-level", "warning", *sglang,
     ]  # fmt: skip
     if not a.standard_spec:
         out += [

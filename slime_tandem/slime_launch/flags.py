@@ -306,6 +306,8 @@ def _trainer(config: RunConfig) -> list[str]:
     flags += ["--tensor-model-parallel-size", str(c.tensor_parallel)]
     flags += ["--pipeline-model-parallel-size", str(c.pipeline_parallel)]
     flags += ["--context-parallel-size", str(c.context_parallel)]
+    # Rows that fill a vocabulary up to a round size are never cut off again by slime: they would take part in every softmax.
+    flags += ["--make-vocab-size-divisible-by", "1"]
     if c.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(c.max_tokens_per_gpu)]

@@ -49,6 +49,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--lr": ["1e-06"],
         "--lr-warmup-iters": ["4"],
         "--save-interval": ["5"],
+        "--make-vocab-size-divisible-by": ["1"],
         "--rm-type": ["math"],
         "--ref-load": ["/ckpt/ref"],
         "--actor-num-gpus-per-node": ["6"],
