@@ -674,6 +674,9 @@ class ClusterConfig(Section):
     layer_spec: Literal["transformer_engine", "own"] = Field(
         "transformer_engine", description="own: layers without Transformer Engine, for machines that lack it"
     )
+    slime_flags: tuple[str, ...] = Field(
+        (), description="further flags of slime, a word each, checked like those after --"
+    )
 
 
 class RunConfig(Section):

@@ -108,9 +108,8 @@ def main():
     logged = read(a.work / "train.log")[0].get(a.rollout, {})
     print("| metric | slime's functions | local runtime | slime's log (bfloat16 trainer) |\n|---|---|---|---|")
     for name, value in theirs.items():
-        print(
-            f"| {name} | {value:.7f} | {ours[f'train/{name}']:.7f} | {logged.get(f'train/{name}', float('nan')):.7f} |"
-        )
+        values = (value, ours[f"train/{name}"], logged.get(f"train/{name}"))
+        print(f"| {name} | " + " | ".join("none" if v is None else f"{v:.7f}" for v in values) + " |")
     return int(abs(theirs["loss"] - ours["train/loss"]) > 1e-4)
 
 

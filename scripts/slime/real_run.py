@@ -127,6 +127,7 @@ def asynchronous(a):
 def slime_flags(a, config):
     """Everything that train.py is told."""
     senior = a.models / "senior"
+    positions = json.loads((senior / "config.json").read_text())["max_position_embeddings"]
     flags, switches = server_flags(a)
     sglang = [x for name, value in flags.items() for x in (f"--sglang-{name}", value)]
     sglang += [f"--sglang-{name}" for name in switches]
@@ -141,6 +142,7 @@ def slime_flags(a, config):
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", a.cp,
         "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
+        *(("--sequence-parallel",) if a.tp > 1 else ()),
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
         "--prompt-data", a.prompts, "--input-key", "prompt", "--label-key", "label", "--apply-chat-template",
         "--rollout-shuffle", "--num-rollout", a.steps, "--rollout-batch-size", a.prompts_per_step,
@@ -165,14 +167,15 @@ def slime_flags(a, config):
         "--custom-megatron-before-train-step-hook-path", f"{HOOKS}.before_train_step",
         "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HOOKS}.loss",
         "--dump-details", a.work / "dump",
-        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", 512, "--sglang-server-concurrency", 128,
-        "--sglang-log-level", "warning", *sglang,
+        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(512, positions),
+        "--sglang-server-concurrency", 128, "--sglang-log-level", "warning", *sglang,
     ]  # fmt: skip
     if not a.standard_spec:
         out += [
             "--spec", "slime_tandem.slime_hooks.spec", "layer_spec", "--transformer-impl", "local",
             "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
             "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
+            "--cp-comm-type", "all_gather",
         ]  # fmt: skip
     if a.cpu:
         out += ["--update-weight-transport", "disk", "--update-weight-disk-dir", a.work / "weights"]

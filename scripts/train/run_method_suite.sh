@@ -6,7 +6,8 @@
 #   OPD_TOPK_METRICS_K   length of student's and teacher's lists (opd.selection.top_k)
 #   OUTPUT_ROOT          folder of the suite; a half-done suite there is gone on with
 #   CONFIG               base configuration
-#   BACKEND              local, or slime: STUDENT_HF, TEACHER_MODEL, JUNIOR_MODEL (tandem methods), PROMPT_DATA, and what slime_lib.sh lists
+#   BACKEND              local, or slime: STUDENT_HF, TEACHER_MODEL, TEACHER_URL (a running server of it), JUNIOR_MODEL (tandem methods),
+#                        PROMPT_DATA, and what slime_lib.sh lists
 #   DRY_RUN=1            prints what would be run
 # Arguments are settings of all runs, e.g. opd.selection.missing_mass=rest. A tandem suite:
 #   METHOD_LIST="solo_grpo:1.0:10 tandem_word:0.5:20 tandem_word:0.25:21 tandem_sentence:0.5:30" bash scripts/train/run_method_suite.sh
@@ -34,14 +35,16 @@ if [[ "$BACKEND" == slime ]]; then
   need_file PROMPT_DATA "prompts with labels"
   flags+=("models.senior=$STUDENT_HF" "models.teacher=$TEACHER_MODEL" "tasks=[{family: jsonl, path: '$PROMPT_DATA'}]"
     "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
+  if [[ -n "${TEACHER_URL:-}" ]]; then flags+=("engine.teacher_url=$TEACHER_URL"); fi
   if [[ " $METHOD_LIST" == *" tandem_"* ]]; then
     JUNIOR_MODEL="${JUNIOR_MODEL:-$beside/models/Qwen3-0.6B}"
     need_model JUNIOR_MODEL "the frozen junior"
     flags+=("models.junior=$JUNIOR_MODEL")
   fi
   start_ray
-  "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@"
-  exit
+  code=0
+  attend "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@" || code=$?
+  exit "$code"
 fi
 command=("$VENV/bin/slime-tandem" "${suite[@]}" --config "${CONFIG:-scripts/train/configs/methods.yaml}" --set "${flags[@]}" "$@")
 setup_venv base

@@ -7,7 +7,10 @@
 #   NODES, GPUS_PER_NODE                                              (default: 1, 8)
 #   RAY_DASHBOARD     URL of a running Ray's dashboard; unset: a head is started here and stopped at the end
 #   MASTER_ADDR       address of that head; other machines need one that they can reach (default: 127.0.0.1)
-#   RAY_PORT, DASHBOARD_PORT                                          (default: 6379, 8265)
+#   RAY_PORT, DASHBOARD_PORT          not of 10001 to 19999, which are Ray's workers'  (default: 6379, 8265)
+#   RAY_START_FLAGS   more flags of `ray start`, separated by blanks  (default: none)
+#   JOB_ENV           names of more variables that the job gets, separated by blanks: a running Ray does not have this shell's
+#                     (default: none; PYTHONPATH, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the fused engine's go along if set)
 #   SERVER_TIMEOUT    seconds a server or Ray may take to answer      (default: 600)
 #   DRY_RUN=1         checks, writes the launch files, prints the commands, starts nothing
 
@@ -21,8 +24,11 @@ MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
 RAY_PORT="${RAY_PORT:-6379}"
 DASHBOARD_PORT="${DASHBOARD_PORT:-8265}"
 SERVER_TIMEOUT="${SERVER_TIMEOUT:-600}"
+RAY_START_FLAGS="${RAY_START_FLAGS:-}"
+JOB_ENV="${JOB_ENV:-}"
 started=()  # process groups started here
 job=""      # the Ray job under way
+attended="" # the command that is waited for
 
 # refuse NAME VALUE EXPECTED REMEDY: the error that the package's own messages look like.
 refuse() {
@@ -52,6 +58,11 @@ need_slime() {
   need_number RAY_PORT 6379
   need_number DASHBOARD_PORT 8265
   need_number SERVER_TIMEOUT 600
+  [[ -z "$RAY_START_FLAGS" || "$RAY_START_FLAGS" == --* ]] || refuse RAY_START_FLAGS "$RAY_START_FLAGS" "flags" "e.g. --num-cpus=16"
+  local name
+  for name in $JOB_ENV; do
+    printenv "$name" > /dev/null || refuse JOB_ENV "$name" "names of exported variables" "export it, or leave it out"
+  done
   [[ -f "$SLIME_DIR/train.py" ]] || refuse SLIME_DIR "$SLIME_DIR" "a checkout of slime with train.py" "set SLIME_DIR"
   [[ -d "$MEGATRON_LM_DIR/megatron" ]] || refuse MEGATRON_LM_DIR "$MEGATRON_LM_DIR" "a checkout of Megatron-LM" "set MEGATRON_LM_DIR"
   command -v "$SLIME_PYTHON" > /dev/null || refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python that can be run" "set SLIME_PYTHON"
@@ -88,9 +99,24 @@ start() {
   wait_for "$name" "$url" "$!"
 }
 
+# attend COMMAND...: runs it and returns its exit code. Bash runs a trap when the command before it has ended: only a wait is
+# cut short by a signal.
+attend() {
+  local code=0
+  "$@" &
+  attended=$!
+  wait "$attended" || code=$?
+  attended=""
+  return "$code"
+}
+
 stop_ours() {
   local group end
   trap - EXIT INT TERM
+  if [[ -n "$attended" ]]; then
+    kill -TERM "$attended" 2> /dev/null || true
+    wait "$attended" 2> /dev/null || true
+  fi
   if [[ -n "$job" ]]; then "$SLIME_PYTHON" -m ray.scripts.scripts job stop --address "$RAY_DASHBOARD" "$job" || true; fi
   for group in "${started[@]}"; do kill -TERM -- "-$group" 2> /dev/null || true; done
   end=$((SECONDS + 30))
@@ -111,9 +137,10 @@ start_ray() {
     return
   fi
   export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
+  # shellcheck disable=SC2086 # words
   start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \
     --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
-    --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT"
+    --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT" $RAY_START_FLAGS
   if [[ "$NODES" -gt 1 ]]; then
     echo "on each of the other $((NODES - 1)) machines: MASTER_ADDR=$MASTER_ADDR RAY_PORT=$RAY_PORT bash scripts/train/join_ray.sh"
   fi
@@ -142,7 +169,12 @@ submit() {
   submission=("$SLIME_PYTHON" -m ray.scripts.scripts job submit --address "${RAY_DASHBOARD:-}")
   job="tandem-$(basename "$(dirname "$folder")")-$$-$RANDOM"
   submission+=(--submission-id "$job" --runtime-env-json "$(runtime_env)" -- "$SLIME_PYTHON" "$SLIME_DIR/train.py" "${SLIME_FLAGS[@]}")
-  run "${submission[@]}" || code=$?
+  if [[ "${DRY_RUN:-0}" == 1 ]]; then
+    run "${submission[@]}"
+    job=""
+    return
+  fi
+  attend "${submission[@]}" || code=$?
   job=""
   return "$code"
 }

@@ -237,7 +237,7 @@ def slime_suite(
         elif not finished:
             launch.write()
             replace_file(folder / "launch.sh", launch.shell().encode())
-            code = subprocess.run(command, check=False).returncode  # noqa: S603 - our own script, no shell
+            code = _attended(command)
             if code:
                 raise EngineError(
                     explain(
@@ -245,3 +245,14 @@ def slime_suite(
                     )
                 )
             replace_file(done, str(config.train.steps).encode())
+
+
+def _attended(command: Sequence[str]) -> int:
+    """Exit code of a command that, when we are stopped, is asked to stop and waited for: it has a job of its own to end."""
+    with subprocess.Popen(command) as process:  # noqa: S603 - our own script, no shell
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise

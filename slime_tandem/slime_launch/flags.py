@@ -124,6 +124,8 @@ def plan(
         *_placement(config, place),
         *_checkpoints(config),
         *model_flags(arch),
+        # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
+        *(("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()),
         *data,
         *_rollout(config),
         *_objective(config),
@@ -138,13 +140,14 @@ def plan(
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
         flags += ["--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
+        flags += ["--cp-comm-type", "all_gather"]  # what the layer does, and all that Megatron takes with a local one
     environment: dict[str, str] = {}
     if fused is not None:
         environment, more = fused
         shared = any(group.shared for group in place.groups)
         given = more[more.index("--sglang-json-model-override-args") :]
         flags += given if shared else [f for f in given if f != "--sglang-enable-weights-cpu-backup"]
-    extra = _accepted(config, flags, extra, place)
+    extra = _accepted(config, flags, [*config.cluster.slime_flags, *extra], place)
     e = config.engine
     urls = [
         url
@@ -303,6 +306,8 @@ def _trainer(config: RunConfig) -> list[str]:
     flags += ["--tensor-model-parallel-size", str(c.tensor_parallel)]
     flags += ["--pipeline-model-parallel-size", str(c.pipeline_parallel)]
     flags += ["--context-parallel-size", str(c.context_parallel)]
+    # Rows that fill a vocabulary up to a round size are never cut off again by slime: they would take part in every softmax.
+    flags += ["--make-vocab-size-divisible-by", "1"]
     if c.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(c.max_tokens_per_gpu)]

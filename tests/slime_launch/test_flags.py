@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import Qwen3Config
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
@@ -48,6 +49,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--lr": ["1e-06"],
         "--lr-warmup-iters": ["4"],
         "--save-interval": ["5"],
+        "--make-vocab-size-divisible-by": ["1"],
         "--rm-type": ["math"],
         "--ref-load": ["/ckpt/ref"],
         "--actor-num-gpus-per-node": ["6"],
@@ -121,6 +123,22 @@ def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path
     )
     assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "a b"]
     assert sum(word == "--rollout-temperature" for word in launch.flags) == 1
+
+
+def test_a_model_of_few_positions_is_no_shorter_than_its_sequences(sized: Sized, tmp_path: Path) -> None:
+    """slime would take 4096, and Megatron refuse a model of fewer positions."""
+    small = Qwen3Config(num_hidden_layers=2, max_position_embeddings=512)
+    small.save_pretrained(tmp_path / "small")
+    flags = split(plan(sized(models={"senior": str(tmp_path / "small")}), tmp_path).flags)
+    assert flags["--seq-length"] == flags["--max-position-embeddings"] == ["512"]
+    assert "--seq-length" not in plan(sized(), tmp_path).flags
+
+
+def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Path) -> None:
+    launch = plan(sized(cluster={"slime_flags": ["--use-tensorboard"]}), tmp_path, extra=["--tb-project-name", "x"])
+    assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "x"]
+    with pytest.raises(ConfigError, match="whitening"):
+        plan(sized(cluster={"slime_flags": ["--normalize-advantages"]}), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -89,3 +93,14 @@ def test_ranks_together_hold_at_least_every_weight_and_cutting_never_costs(name:
 def test_more_model_needs_more_memory(field: str) -> None:
     larger = dataclasses.replace(TOY, **{field: 2 * getattr(TOY, field)})
     assert trainer_memory(larger, ClusterConfig(), 8).total > trainer_memory(TOY, ClusterConfig(), 8).total
+
+
+def test_megatron_allocates_what_is_estimated() -> None:
+    """The real model, buffers and optimizer of one rank, without memory; alone and cut over two of four ranks."""
+    script = Path(__file__).parents[2] / "scripts" / "slime" / "measure_memory.py"
+    command = [sys.executable, "-W", "ignore", str(script), "qwen3-0.6B:1:1", "qwen2.5-0.5B:2:4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ratios = [json.loads(line)["to_estimate"] for line in done.stdout.splitlines()]
+    parts = ("parameters", "weights", "gradients", "optimizer")
+    assert ratios == [pytest.approx(dict.fromkeys(parts, 1.0), abs=1e-3)] * 2

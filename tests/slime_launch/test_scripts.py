@@ -105,15 +105,21 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
         "--use-tensorboard",
         NUM_ROLLOUT="3",
         TEACHER_MODEL="llama3.1-8B",
+        RAY_START_FLAGS="--num-cpus=16 --temp-dir=/x",
+        JOB_ENV="OF_MINE",
+        OF_MINE="a b",
     )
     command = last_command(done)
     lines = done.stdout.splitlines()
     assert "# actor: GPUS 0 to 5".lower() in done.stdout.lower()
-    assert any("ray.scripts.scripts start --head --block" in line for line in lines)
+    assert any(
+        "ray.scripts.scripts start --head --block" in line and "--num-cpus=16 --temp-dir=/x" in line for line in lines
+    )
     assert any("slime_launch.real_parser --actor-num-nodes 1" in line for line in lines)
     assert command[1:5] == ["-m", "ray.scripts.scripts", "job", "submit"]
     env = json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"]
     assert env["PYTHONPATH"].split(":")[:3] == [str(REPO), str(tmp_path / "slime"), str(tmp_path / "megatron")]
+    assert env["OF_MINE"] == "a b"
     flags = flags_of(command)
     assert (flags["--num-rollout"], flags["--use-tensorboard"], flags["--colocate"]) == (["3"], [], [])
     servers = yaml.safe_load(Path(flags["--sglang-config"][0]).read_text())["sglang"]
@@ -175,6 +181,8 @@ def test_joining_machines(run: Run) -> None:
         ("run_tandem_grpo.sh", {"SLIME_PYTHON": "/no/python"}, "SLIME_PYTHON=/no/python: expected"),
         ("run_tandem_grpo.sh", {"NODES": "0"}, "NODES=0: expected a whole number above 0"),
         ("run_tandem_grpo.sh", {"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE=many"),
+        ("run_tandem_grpo.sh", {"RAY_START_FLAGS": "16"}, "RAY_START_FLAGS=16: expected flags"),
+        ("run_tandem_grpo.sh", {"JOB_ENV": "PATH NO_SUCH"}, "JOB_ENV=NO_SUCH: expected names of exported variables"),
         ("run_tandem_grpo.sh", {"NODES": "2"}, "MASTER_ADDR=127.0.0.1: expected an address that the other machines reach"),
         ("run_tandem_grpo.sh", {"SENIOR_MODEL": "/no/model"}, "SENIOR_MODEL=/no/model: expected a Hugging Face folder"),
         ("run_tandem_grpo.sh", {"DRY_RUN": "0"}, "SENIOR_MODEL=qwen3-4B: expected a Hugging Face folder"),
@@ -263,7 +271,10 @@ def test_a_server_that_does_not_answer_ends_it_before_training(run: Run, launch:
     assert not alive(int((tmp_path / "ray.pid").read_text()))
 
 
-def test_an_interrupt_stops_the_job_and_the_ray(launch: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+@pytest.mark.parametrize(("number", "alone"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_an_interrupt_stops_the_job_and_the_ray(
+    launch: Path, tmp_path: Path, variables: dict[str, str], number: signal.Signals, alone: bool
+) -> None:
     (tmp_path / "hang").touch()
     env = {**os.environ, **variables, "DRY_RUN": "0"}
     script = REPO / "scripts" / "train" / "submit_slime.sh"
@@ -271,8 +282,9 @@ def test_an_interrupt_stops_the_job_and_the_ray(launch: Path, tmp_path: Path, va
     end = time.monotonic() + 60
     while not (tmp_path / "submitted").exists() and time.monotonic() < end:
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGTERM)  # what Ctrl-C does: the whole foreground group gets it
-    assert process.wait(timeout=60) == 143
+    # A scheduler signals the script alone, Ctrl-C the whole foreground group.
+    (os.kill if alone else os.killpg)(process.pid, number)
+    assert process.wait(timeout=30) == 128 + number  # the job would have taken 60 s
     words = (tmp_path / "submitted").read_text().split("\0")
     assert words[words.index("--submission-id") + 1] in (tmp_path / "stopped").read_text()
     assert not alive(int((tmp_path / "ray.pid").read_text()))

@@ -7,6 +7,8 @@ Python imports this module by its name when its folder is on PYTHONPATH. It wait
   `state_dict` wants the step count of an optimizer that has not stepped (an assertion), and the tensors of a checkpoint lack
   the count that PyTorch's Adam keeps beside its moments (a KeyError). It gets the state of step 0; the count comes from the
   checkpoint's groups, where Megatron keeps it.
+- slime's utils/reloadable_process_group.py wraps process groups and hands on the collectives of older torches; those that torch
+  2.13 calls in their place (`reduce_scatter_single` and its kin) would find no backend.
 - SLIME_TANDEM_CPU=1: Megatron's training/utils.py, asked for the GPU's generation where a model is cut by tensor or context,
   says 9 (a Hopper's); slime's utils/accelerator gets a CPU backend, and the names of torch.cuda that Megatron and slime call
   directly do nothing or give the CPU (scripts/slime/shim/cpu_device.py). For tests on machines without a GPU, nothing else.
@@ -48,6 +50,19 @@ def _accelerator(module):
         cpu_device.register(module)
 
 
+def _process_groups(module):
+    import torch
+
+    wrapper = module.ReloadableProcessGroup
+    for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+        if hasattr(torch.distributed.ProcessGroup, name) and name not in vars(wrapper):
+
+            def handed_on(self, *args, _name=name, **kwargs):
+                return self._fwd(_name, *args, **kwargs)
+
+            setattr(wrapper, name, handed_on)
+
+
 def _training_utils(module):
     if _ON_CPU:
         module.get_device_arch_version = lambda: 9
@@ -84,6 +99,7 @@ _AFTER = {
     "megatron.training.utils": _training_utils,
     "slime.backends.megatron_utils.initialize": _initialize,
     "slime.utils.accelerator": _accelerator,
+    "slime.utils.reloadable_process_group": _process_groups,
 }
 
 
