@@ -121,7 +121,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
 
 
 @pytest.fixture(scope="session")
-def frozen_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+def side_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
     """URL of a server of the trio's junior or teacher, which no run changes.
 
     For tests that are not about servers: each takes seconds to start, and these start once in a test process, when first asked

@@ -76,12 +76,12 @@ def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def served(
-    trio: Any, frozen_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+    trio: Any, side_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[str]]:
     """Settings that name running servers of senior and teacher; starting some for each test takes long."""
     log = tmp_path_factory.mktemp("served") / "senior"
     with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
-        yield [f"engine.senior_url={senior.url}", f"engine.teacher_url={frozen_url('teacher')}"]
+        yield [f"engine.senior_url={senior.url}", f"engine.teacher_url={side_url('teacher')}"]
 
 
 PLAN = BankPlan(sequences=6, per_sequence=5, sampling="uniform", top_k=4)

@@ -37,14 +37,14 @@ def statuses(out: str) -> dict[str, Any]:
     return {f["name"]: f["status"] for f in json.loads(out)["findings"]}
 
 
-def test_sound_models_pass(trio, frozen_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_sound_models_pass(trio, side_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code, out = doctor(
         trio,
         tmp_path,
         capsys,
         "objective.kl_coef=0.1",
         "objective.lambda_jun=0.1",
-        *(f"engine.{role}_url={frozen_url(role)}" for role in ("junior", "teacher")),
+        *(f"engine.{role}_url={side_url(role)}" for role in ("junior", "teacher")),
         flags=("--json", "--length-updates", "2"),
     )
     found = statuses(out)
@@ -70,9 +70,9 @@ def test_sound_models_pass(trio, frozen_url, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_another_model_behind_the_seniors_url_is_found(
-    trio, frozen_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trio, side_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # type: ignore[no-untyped-def]
-    alone = (f"engine.senior_url={frozen_url('junior')}", "tandem.enabled=false", "opd.enabled=false")
+    alone = (f"engine.senior_url={side_url('junior')}", "tandem.enabled=false", "opd.enabled=false")
     code, out = doctor(trio, tmp_path, capsys, *alone)
     assert code == 3
     assert "fail  sampled log-probs: |trainer - engine|" in out

@@ -118,11 +118,11 @@ def test_the_plot_is_one_svg_that_needs_nothing_else(written: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def servers(trio, frozen_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:  # type: ignore[no-untyped-def]
+def servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:  # type: ignore[no-untyped-def]
     """A senior and a junior at work, for all tests that need no start of their own."""
     root = tmp_path_factory.mktemp("servers")
     with Team(
-        config(trio, root, "opd.enabled=false", f"engine.junior_url={frozen_url('junior')}"), root / "logs"
+        config(trio, root, "opd.enabled=false", f"engine.junior_url={side_url('junior')}"), root / "logs"
     ) as team:
         yield team
 

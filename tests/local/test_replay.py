@@ -159,7 +159,7 @@ def test_rows_without_lists_are_refused(server: ServerProcess) -> None:
 
 
 def test_a_co_written_run_trains_on_truncated_samples(
-    trio: Any, frozen_url: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trio: Any, side_url: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Junior tokens carry weight: their ratios are of the full distribution, the senior's of the truncated one."""
     config = RunConfig.from_mapping(
@@ -173,7 +173,7 @@ def test_a_co_written_run_trains_on_truncated_samples(
             "opd": {"enabled": False},
             "train": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 3, "threads": 1},
             "eval": {"prompts": 1},
-            "engine": {"cache_tokens": 4096, "junior_url": frozen_url("junior")},
+            "engine": {"cache_tokens": 4096, "junior_url": side_url("junior")},
         }
     )
     asked: dict[int, bool] = {}

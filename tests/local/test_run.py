@@ -44,10 +44,10 @@ and the teacher; into the senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, frozen_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
+def _shared_servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
     log = tmp_path_factory.mktemp("shared") / "senior.log"
     with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
-        _urls.update(senior_url=senior.url, junior_url=frozen_url("junior"), teacher_url=frozen_url("teacher"))
+        _urls.update(senior_url=senior.url, junior_url=side_url("junior"), teacher_url=side_url("teacher"))
         yield
         _urls.clear()
 
