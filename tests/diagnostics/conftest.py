@@ -75,9 +75,7 @@ def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def served(
-    trio: Any, side_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[str]]:
+def served(trio: Any, side_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Settings that name running servers of senior and teacher; starting some for each test takes long."""
     log = tmp_path_factory.mktemp("served") / "senior"
     with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
