@@ -13,7 +13,7 @@ from slime_tandem import cli
 from slime_tandem.config import RunConfig, Selector, Strategy
 from slime_tandem.errors import ConfigError, EngineError, RunDirError
 from slime_tandem.local import run as run_module
-from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite, slime_suite
+from slime_tandem.local.suite import Suite, _attended, parse_methods, parse_seeds, run_suite, slime_suite
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.suite import read_mapping
 from slime_tandem.report.writer import RunWriter
@@ -140,6 +140,14 @@ def test_a_dry_run_prints_commands_and_writes_nothing(tmp_path: Path, capsys: py
     assert "slime-tandem train --set objective.reward_coef=0 opd.enabled=true opd.selection.selector=tip" in out
     assert "seed=5 --resume" in out
     assert not folder.exists()
+
+
+def test_an_interrupted_suite_lets_its_launch_script_stop_the_job(tmp_path: Path) -> None:
+    """Killed at once, the script could not stop what it has submitted."""
+    script = f'sleep 30 & trap "touch {tmp_path}/stopped; kill $!; exit 143" TERM; kill -INT $PPID; wait'
+    with pytest.raises(KeyboardInterrupt):
+        _attended(["bash", "-c", script])
+    assert (tmp_path / "stopped").exists()
 
 
 def test_slime_runs_what_is_not_finished_by_its_launch_script(tmp_path: Path) -> None:
