@@ -22,7 +22,7 @@ from slime_tandem.objective.loss import (
     LOSS_METRICS,
     Denominators,
     PackedTokens,
-    bounded_rollout_weights,
+    kept_by_weights,
     tandem_loss,
     token_kl,
 )
@@ -187,15 +187,8 @@ class Trainer:
         out, masked = [], 0
         for row, own in zip(rows, values, strict=True):
             used = (row.weights > 0) | (row.opd_weights > 0)
-            log_ratio = np.where(used, own - row.old_log_probs, 0.0)
-            if not np.isfinite(log_ratio).all():  # masked out, a NaN of broken weights would look like a cautious run
-                i = int(np.flatnonzero(~np.isfinite(log_ratio))[0])
-                found = f"{own[i]} (trainer), {row.old_log_probs[i]} (engine)"
-                raise DataError(
-                    explain(f"log-probs of response token {i}", found, "finite numbers", "look for NaN in the weights")
-                )
-            raw = torch.from_numpy(log_ratio).float().exp()
-            keep = bounded_rollout_weights(raw, objective).numpy() > 0
+            ours, engines, counts = map(torch.from_numpy, (own, row.old_log_probs, used))
+            keep = kept_by_weights(ours, engines, counts, objective).numpy()
             masked += int((used & ~keep).sum())
             out.append(
                 replace(

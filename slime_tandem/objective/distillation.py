@@ -9,10 +9,13 @@ gradient (miles #2362).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from slime_tandem.objective.truncation import Group, all_reduce, wide_type
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -20,27 +23,66 @@ _LEAST_REST = 1e-6
 """Probability that the rest has at least: lists of log-probs in half precision sum to a little more than 1."""
 
 
-def log_probs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+def log_probs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0, group: Group = None) -> Tensor:
     """Log-probs [T, K] (nats) of `ids` [T, K] under logits [T, V]; entries of -1 give those of id 0.
+
+    `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks, all of one width; every rank gets the
+    whole result and must use it alike, its gradient is that of its own columns.
 
     >>> log_probs_of(torch.zeros(1, 4), torch.tensor([[2, -1]])).exp().tolist()
     [[0.25, 0.25]]
     """
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, ids.clamp(min=0)) - torch.logsumexp(scaled, dim=-1, keepdim=True)
+    scaled = logits.to(wide_type(logits.dtype)) / temperature
+    here, column = _columns(scaled, ids.clamp(min=0), group)
+    mine = scaled.gather(-1, column)
+    return _summed(torch.where(here, mine, 0.0), group) - _log_sum_exp(scaled, group)[:, None]
 
 
-def log_rest_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob [T] (nats) of all tokens but `ids` [T, K] (-1: none) under logits [T, V], exact however small it is.
+def log_rest_of(logits: Tensor, ids: Tensor, temperature: float = 1.0, group: Group = None) -> Tensor:
+    """Log-prob [T] (nats) of all tokens but `ids` [T, K] (-1: none) under logits [T, V], exact however small it is; `group`
+    as for `log_probs_of`.
 
     >>> log_rest_of(torch.zeros(1, 4), torch.tensor([[2, -1]])).exp().item()
     0.75
     """
-    scaled = logits.float() / temperature
+    scaled = logits.to(wide_type(logits.dtype)) / temperature
+    here, column = _columns(scaled, ids, group)
     listed = torch.zeros(scaled.shape[0], scaled.shape[1] + 1, dtype=torch.bool, device=scaled.device)
-    listed.scatter_(-1, torch.where(ids < 0, scaled.shape[1], ids), True)
+    listed.scatter_(-1, torch.where(here, column, scaled.shape[1]), True)
     rest = scaled.masked_fill(listed[:, :-1], -1e30)
-    return torch.logsumexp(rest, dim=-1) - torch.logsumexp(scaled, dim=-1)
+    return _log_sum_exp(rest, group) - _log_sum_exp(scaled, group)
+
+
+def _columns(logits: Tensor, ids: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """(whether this rank has the column of each id, that column, 0 where it has not), both [T, K]."""
+    size = logits.shape[1]
+    column = ids if group is None else ids - dist.get_rank(group) * size
+    here = (ids >= 0) & (column >= 0) & (column < size)
+    return here, torch.where(here, column, 0)
+
+
+def _log_sum_exp(x: Tensor, group: Group) -> Tensor:
+    """[T] over all columns of all ranks."""
+    if group is None:
+        return torch.logsumexp(x, dim=-1)
+    peak = all_reduce(x.detach().amax(-1), dist.ReduceOp.MAX, group)
+    return peak + _summed((x - peak[:, None]).exp().sum(-1), group).log()
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return x if group is None else _OverRanks.apply(x, group)  # type: ignore[no-untyped-call]
+
+
+class _OverRanks(torch.autograd.Function):
+    """The sum over ranks that all go on with it alike: what comes back is each one's own gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x.clone(), dist.ReduceOp.SUM, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def candidate_divergence(

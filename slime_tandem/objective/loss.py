@@ -46,6 +46,7 @@ class PackedTokens:
     `candidate_ids`, `candidate_teacher` [T, K]: candidates (-1: none) and the teacher's log-probs of them, or None.
     `junior_weights`: above 0 on tokens that the junior wrote, `junior_log_probs`: its own of them; or None both.
     `sequences`: int64 numbers from 0 of the responses that the tokens belong to; needed by ratio and reductions of responses.
+    `reduced`: what each token counts in pg and kl, where the caller has worked out `objective.reduction` over whole responses.
     """
 
     old_log_probs: Tensor
@@ -60,6 +61,7 @@ class PackedTokens:
     junior_weights: Tensor | None = None
     junior_log_probs: Tensor | None = None
     sequences: Tensor | None = None
+    reduced: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,27 @@ def bounded_rollout_weights(raw: Tensor, objective: ObjectiveConfig) -> Tensor:
             return torch.where(inside, raw, 0.0)
 
 
+def kept_by_weights(own: Tensor, engine: Tensor, used: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """[T] bool: the tokens that `objective.rollout_weights` leaves, for sums of weights. `own`, `engine` [T]: log-probs of the
+    trainer's old policy and of the engine, nats; what is not `used` stays.
+
+    Raises DataError for a log-prob that is not finite where it is used: masked out, broken weights would look like caution.
+
+    >>> objective = ObjectiveConfig(rollout_weights="masked")
+    >>> own, engine, used = torch.tensor([-1.0, -9.0, -9.0]), torch.full((3,), -1.0), torch.tensor([True, True, False])
+    >>> kept_by_weights(own, engine, used, objective).tolist()
+    [True, False, True]
+    """
+    log_ratio = torch.where(used, own - engine, 0.0)
+    if len(bad := (~log_ratio.isfinite()).nonzero()):
+        i = int(bad[0])
+        found = f"{float(own[i])} (trainer), {float(engine[i])} (engine)"
+        raise DataError(
+            explain(f"log-probs of response token {i}", found, "finite numbers", "look for NaN in the weights")
+        )
+    return bounded_rollout_weights(log_ratio.float().exp(), objective) > 0
+
+
 def sequence_sums(values: Tensor, sequences: Tensor, count: int | None = None) -> Tensor:
     """Sum of `values` [T] per response; [count], by default the highest number plus 1.
 
@@ -185,9 +208,11 @@ def tandem_loss(
         raw = torch.where(used, batch.old_log_probs - engine, 0.0).detach().exp()
     rollout_weights = bounded_rollout_weights(raw, objective)
 
-    assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
-    reduced = weights  # pg and kl: what each token counts
-    if objective.reduction == "sequence_mean":
+    reduced = batch.reduced  # pg and kl: what each token counts
+    if reduced is None:
+        assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
+        reduced = weights
+    if batch.reduced is None and objective.reduction == "sequence_mean":
         sequences = _sequences(batch)
         reduced = weights / sums(weights, sequences).clamp(min=_LEAST)[sequences]
     reduced_n = pg_n if denominators.reduced is None else denominators.reduced

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +24,8 @@ from slime_tandem.local.rollouts import response_metrics, teacher_metrics
 from slime_tandem.local.tasks import extract_answer, label_reward
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
-from slime_tandem.objective.loss import Denominators, tandem_loss
+from slime_tandem.objective.loss import Denominators, sequence_sums, tandem_loss
+from slime_tandem.objective.truncation import Group
 from slime_tandem.slime_hooks import runtime, wire
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.types import ScoredSample
@@ -133,8 +136,9 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     for s, row in zip(kept, rows, strict=True):
         assert tuple(s.tokens) == row.tokens, "rows come in the order of the samples"
         advantages[place[id(s)]] = row.advantage
-        setattr(s, wire.CARRIER, wire.pack(row, width))
-        s.loss_mask = [int(w > 0 or o > 0) for w, o in zip(row.weights, row.opd_weights, strict=True)]
+        setattr(s, wire.CARRIER, wire.pack(row, width, config))
+        pulled = np.zeros(len(row.weights)) if row.junior_weights is None else row.junior_weights
+        s.loss_mask = ((row.weights > 0) | (row.opd_weights > 0) | (pulled > 0)).astype(int).tolist()
         s.remove_sample = False
     for s in samples:
         # As float32, so that the trainer can compare the two seats token for token.
@@ -238,17 +242,19 @@ def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         at = end
         totals = _totals([channels[i] for i in mine], rollouts)
         for i in mine:
-            channels[i] = wire.normalise(channels[i], totals)
+            channels[i] = wire.normalise(channels[i], totals, settings(args).objective.reduction)
 
 
 def _totals(channels: Sequence[Tensor], rollouts: int) -> wire.StepTotals:
     from megatron.core import mpu
 
     group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
-    columns = [c[:, [wire.WEIGHT, wire.OPD_SHARE]].double().sum(0).cpu() for c in channels]
-    sums = torch.stack(columns).sum(0) if columns else torch.zeros(2, dtype=torch.float64)
+    names = wire.StepTotals.COLUMNS
+    columns = [c[:, list(names)].double().sum(0).cpu() for c in channels]
+    sums = torch.stack(columns).sum(0) if columns else torch.zeros(len(names), dtype=torch.float64)
     torch.distributed.all_reduce(sums, group=group)
-    return wire.StepTotals(float(sums[0]), float(sums[1]), rollouts)
+    pg, opd, share, junior = sums.tolist()
+    return wire.StepTotals(pg, opd, share, junior, rollouts)
 
 
 def before_train_step(
@@ -283,12 +289,46 @@ def loss(
     _, found = get_log_probs_and_entropy(logits, with_entropy=True, **where)
     log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
     reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
-    packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference)
+    packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference, config.objective)
+    packed = replace(packed, sequences=_numbered(seats))
     candidates = rest = None
     if packed.candidate_ids is not None:
         rows = torch.cat([chunk for chunk, _ in get_responses(logits, **where)])  # slime scales them by the temperature
-        candidates, rest = log_probs_of(rows, packed.candidate_ids), log_rest_of(rows, packed.candidate_ids)
+        shards = _vocabulary_group()
+        candidates = log_probs_of(rows, packed.candidate_ids, group=shards)
+        rest = log_rest_of(rows, packed.candidate_ids, group=shards)
     value, metrics = tandem_loss(
-        log_probs, entropy, packed, Denominators(1.0, 1.0), config.objective, config.opd, candidates, rest
+        log_probs,
+        entropy,
+        packed,
+        Denominators(1.0, 1.0, 1.0),
+        config.objective,
+        config.opd,
+        candidates,
+        rest,
+        sums=partial(_sums, len(seats)),
     )
     return value, dict(metrics)
+
+
+def _numbered(seats: Sequence[Tensor]) -> Tensor:
+    """[T] int64: which sample of the micro-batch each token belongs to; the same numbers on every context-parallel rank."""
+    lengths = torch.tensor([len(c) for c in seats], device=seats[0].device)
+    return torch.arange(len(seats), device=lengths.device).repeat_interleave(lengths)
+
+
+def _sums(count: int, values: Tensor, sequences: Tensor) -> Tensor:
+    """Sums [count] per response, over all context-parallel ranks, which hold parts of the same responses."""
+    from megatron.core import mpu
+
+    found = sequence_sums(values, sequences, count)
+    if mpu.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(found, group=mpu.get_context_parallel_group())
+    return found
+
+
+def _vocabulary_group() -> Group:
+    """The ranks that hold parts of the vocabulary; None where it is whole."""
+    from megatron.core import mpu
+
+    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None

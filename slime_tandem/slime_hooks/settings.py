@@ -169,10 +169,6 @@ def check_flags(args: Any, config: RunConfig) -> None:
     if channels and config.objective.kl_coef > 0 and not getattr(args, "use_kl_loss", True):
         expected = "set with slime_tandem.objective.kl_coef above 0, it makes slime compute the reference's log-probs"
         raise ConfigError(explain("--use-kl-loss", False, expected, "add it, and --ref-load"))
-    if channels and opd and config.opd.signal != "sampled" and getattr(args, "tensor_model_parallel_size", 1) > 1:
-        size = args.tensor_model_parallel_size
-        expected = "1 with a signal that compares distributions, our divergence reads whole rows of logits"
-        raise ConfigError(explain("--tensor-model-parallel-size", size, expected, "set opd.signal=sampled, or TP 1"))
 
 
 def scores_by_id(config: RunConfig) -> bool:
@@ -196,12 +192,9 @@ _REFUSED: dict[str, tuple[str, str]] = {
 
 
 _OBJECTIVE: tuple[tuple[str, object, str], ...] = (
-    ("ratio", "token", "responses lie on several context-parallel ranks"),
-    ("reduction", "token_mean", "slime's micro-batches do not hold whole steps"),
     ("rollout_weights", "none", "the trainer's own log-probs are not computed with --use-rollout-logprobs"),
     ("kl_in", "loss", "rewards are final before the trainer scores anything"),
     ("kl_target", None, "the coefficient does not adapt there"),
-    ("lambda_jun", 0.0, "its weights have no channel yet"),
 )
 """Settings of the objective that the local runtime has and these hooks do not."""
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError, explain
 from slime_tandem.local.batches import TrainRow
 from slime_tandem.local.tasks import parse_messages
@@ -29,6 +30,7 @@ from slime_tandem.types import (
     AuthorRun,
     Candidates,
     FinishReason,
+    FloatArray,
     Message,
     Prompt,
     SampleKey,
@@ -45,24 +47,30 @@ SCORES = "slime_tandem_scores"
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
 
-OLD, WEIGHT, OPD_WEIGHT, OPD_SHARE, TEACHER = range(5)
-FIXED = 5
+OLD, WEIGHT, OPD_WEIGHT, OPD_SHARE, TEACHER, SHARE, JUNIOR, JUNIOR_LOG_PROB = range(8)
+FIXED = 8
 """Columns before the candidates: ids [K], then the teacher's log-probs of them [K]."""
 _LARGEST_ID = 2**24
 """float32 holds every whole number up to here."""
 
 
-def pack(row: TrainRow, width: int = 0) -> Tensor:
-    """The channels [R, 5 + 2 width] of a row, float32: old log-probs, policy-gradient weights, OPD weights, the row's part of
-    the OPD denominator (spread over its tokens), teacher log-probs; then `width` candidate ids (-1: none) and their log-probs.
+def pack(row: TrainRow, width: int = 0, config: RunConfig | None = None) -> Tensor:
+    """The channels [R, 8 + 2 width] of a row, float32: old log-probs, policy-gradient weights, OPD weights, the row's part of
+    the OPD denominator (spread over its tokens), teacher log-probs, the row's part of what `objective.reduction` divides by
+    (likewise; None: token_mean), weights of `lambda_jun` and the junior's log-probs; then `width` candidate ids (-1: none) and
+    their log-probs.
 
     Raises DataError for a number that float32 or slime's casts would change: not finite, or an id of 2^24 and more.
     """
     R = row.response_length
     channels = np.zeros((R, FIXED + 2 * width), dtype=np.float64)
     columns = (row.old_log_probs, row.weights, row.opd_weights, np.full(R, row.opd_share / max(R, 1)))
-    for column, values in enumerate((*columns, row.teacher_log_probs)):
+    for column, values in enumerate((*columns, row.teacher_log_probs, _shares(row, config))):
         channels[:, column] = values
+    if row.junior_weights is not None:
+        assert row.junior_log_probs is not None
+        channels[:, JUNIOR] = row.junior_weights
+        channels[:, JUNIOR_LOG_PROB] = np.where(row.junior_weights > 0, row.junior_log_probs, 0.0)
     if width:
         channels[:, FIXED : FIXED + width] = -1
     if row.candidates is not None:
@@ -80,13 +88,28 @@ def pack(row: TrainRow, width: int = 0) -> Tensor:
     return torch.from_numpy(channels).float()
 
 
+def _shares(row: TrainRow, config: RunConfig | None) -> FloatArray:
+    """[R]: adds up over a step to what `objective.reduction` divides by, as `Denominators.over` has it."""
+    reduction = "token_mean" if config is None else config.objective.reduction
+    if reduction == "token_mean":
+        return row.weights
+    if reduction == "sequence_mean":
+        return row.weights / max(float(row.weights.sum()), 1e-8)
+    assert config is not None
+    length = config.objective.constant_length or config.sampling.max_new_tokens
+    return np.full(row.response_length, length / max(row.response_length, 1))
+
+
 def width_of(rows: Sequence[TrainRow]) -> int:
     """Candidates per position that a rollout's rows need."""
     return max((row.candidates.ids.shape[1] for row in rows if row.candidates is not None), default=0)
 
 
-def packed_tokens(channels: Tensor, advantages: Tensor, ref_log_probs: Tensor | None) -> PackedTokens:
-    """What the loss takes, from channels [T, C] and the sample advantages [T]."""
+def packed_tokens(
+    channels: Tensor, advantages: Tensor, ref_log_probs: Tensor | None, objective: ObjectiveConfig | None = None
+) -> PackedTokens:
+    """What the loss takes, from channels [T, C] that `normalise` made, and the sample advantages [T]."""
+    pulls = objective is not None and objective.lambda_jun > 0
     width = (channels.shape[1] - FIXED) // 2
     return PackedTokens(
         old_log_probs=channels[:, OLD],
@@ -97,6 +120,9 @@ def packed_tokens(channels: Tensor, advantages: Tensor, ref_log_probs: Tensor | 
         ref_log_probs=ref_log_probs,
         candidate_ids=channels[:, FIXED : FIXED + width].long() if width else None,
         candidate_teacher=channels[:, FIXED + width :] if width else None,
+        junior_weights=channels[:, JUNIOR] if pulls else None,
+        junior_log_probs=channels[:, JUNIOR_LOG_PROB] if pulls else None,
+        reduced=channels[:, SHARE],
     )
 
 
@@ -150,17 +176,25 @@ class StepTotals:
 
     pg: float
     opd: float
+    share: float
+    junior: float
     rollouts: int
 
+    COLUMNS: ClassVar = (WEIGHT, OPD_SHARE, SHARE, JUNIOR)
+    """What `pg`, `opd`, `share` and `junior` are the sums of."""
 
-def normalise(channels: Tensor, totals: StepTotals) -> Tensor:
+
+def normalise(channels: Tensor, totals: StepTotals, reduction: Reduction = "token_mean") -> Tensor:
     """Channels with weights that make slime's sum over micro-batches, divided by its rollouts, our weighted means.
 
     Our terms are means over sums of weights, slime's loss is a sum over samples divided by the number of rollouts of the step.
+    The column SHARE becomes what each token counts in the policy gradient and the KL.
     """
     out = channels.clone()
-    out[:, WEIGHT] *= totals.rollouts / max(totals.pg, 1e-8)
-    out[:, OPD_WEIGHT] *= totals.rollouts / max(totals.opd, 1e-8)
+    counts = channels[:, SHARE] if reduction == "sequence_mean" else channels[:, WEIGHT]
+    out[:, SHARE] = counts * (totals.rollouts / max(totals.share, 1e-8))
+    for column, total in ((WEIGHT, totals.pg), (OPD_WEIGHT, totals.opd), (JUNIOR, totals.junior)):
+        out[:, column] *= totals.rollouts / max(total, 1e-8)
     return out
 
 

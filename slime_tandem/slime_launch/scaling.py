@@ -19,8 +19,8 @@ SHOWN_REQUESTS_PER_S = REQUESTS_PER_TOKEN * 16697.0 / 4.31
 """What one client process has done: free-running, 256 at once (tandem-rollout.md). slime's rollout manager is one process."""
 BYTES_PER_TOKEN = {1024: 208.0, 4096: 593.0, 16384: 2048.0}
 """Sent to two servers per token of a response of so many tokens, whole contexts (tandem-rollout.md, Traffic)."""
-CHANNEL_BYTES = 4 * 5
-"""Of the channels of a token on their way to the trainer: five float32 (slime_hooks/wire.py), without candidates."""
+CHANNEL_BYTES = 4 * 8
+"""Of the channels of a token on their way to the trainer: eight float32 (slime_hooks/wire.py), without candidates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig
 from slime_tandem.errors import DataError
+from slime_tandem.objective.distillation import candidate_divergence, log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs, top_log_probs
 from slime_tandem.objective.loss import Denominators, PackedTokens, tandem_loss
 from slime_tandem.objective.truncation import KeptIds, Replay, Truncation, kept_mask, thresholds
@@ -162,10 +163,35 @@ def check_shards(rank: int) -> None:
         raise AssertionError("shards of two sizes and ids of no shard are refused on every rank")
 
 
+def check_divergences(rank: int) -> None:
+    """Value and gradient of every divergence, where candidates lie in both shards, in one, or are none or all of a row."""
+    g = torch.Generator().manual_seed(2)
+    T, K = 9, V // 2
+    logits = torch.randn(T, V, generator=g, dtype=torch.float64) * 3
+    logits[4, 5] = 60.0  # all but the whole mass on a candidate: what is left of it must not be rounded away
+    ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(T)])
+    ids[0], ids[1, 2:], ids[2], ids[4, 0] = torch.arange(K), -1, torch.arange(K, V), 5
+    teacher = torch.log_softmax(torch.randn(T, K + 1, generator=g, dtype=torch.float64), -1)[:, :K]
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        found = []
+        for part, group in ((logits, None), (logits.chunk(2, 1)[rank], dist.group.WORLD)):
+            leaf = part.clone().requires_grad_()
+            own, rest = (f(leaf, ids, TEMPERATURE, group) for f in (log_probs_of, log_rest_of))
+            value = candidate_divergence(own, teacher, ids >= 0, kind, 0.3, rest)  # type: ignore[arg-type]
+            (value * torch.arange(1.0, T + 1)).sum().backward()
+            assert leaf.grad is not None
+            found.append((value.detach(), own.detach(), rest.detach(), leaf.grad))
+        (value, own, rest, grad), (value2, own2, rest2, grad2) = found
+        for one, two in ((value, value2), (own, own2), (rest, rest2), (grad.chunk(2, 1)[rank], grad2)):
+            assert one.abs().max() > 1e-3, "compares nothing"
+            assert torch.allclose(one, two, atol=1e-10, rtol=1e-10), (kind, one, two)
+
+
 if __name__ == "__main__":
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
     check_losses(Batch(), rank)
     check_shards(rank)
+    check_divergences(rank)
     dist.destroy_process_group()
     print("all cases hold")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ def config(*overrides: str) -> RunConfig:
     return made
 
 
-def samples(k: int = 0, n: int = 6, lists: bool = False) -> list[Sample]:
-    """Responses of 1 to 9 tokens in groups of two, with authors, teacher scores and perhaps candidates."""
+def samples(k: int = 0, n: int = 6, lists: bool = False, juniors: bool = False) -> list[Sample]:
+    """Responses of 1 to 9 tokens in groups of two, with authors, teacher scores and perhaps candidates.
+
+    Without `juniors` what is not the senior's was inserted, by nobody.
+    """
     rng = np.random.default_rng(3)
     out = []
     for i in range(n):
@@ -61,6 +65,9 @@ def samples(k: int = 0, n: int = 6, lists: bool = False) -> list[Sample]:
             index=i + 10, group_index=i // 2, tokens=tokens, response_length=R, reward=float(i % 3), prompt="p",
             loss_mask=authors, rollout_log_probs=(-rng.random(R) * 3).tolist(), status=Sample.Status.COMPLETED,
         )  # fmt: skip
+        if juniors:
+            response = wire.response_of(sample)
+            wire.put_response(sample, replace(response, inserted=()), junior_weight=0.0)
         mask = rng.random(R) < 0.8
         candidates = top = None
         if k:
@@ -188,7 +195,10 @@ def local_loss(
     rows: list[TrainRow], keys: list[int], made: RunConfig
 ) -> tuple[float, dict[str, float], dict[int, torch.Tensor]]:
     """The local runtime's loss on the same rows and logits, with its gradient to the logits."""
-    total = Denominators(sum(float(r.weights.sum()) for r in rows), max(sum(r.opd_share for r in rows), 1e-8))
+    o = made.objective
+    junior = sum(0.0 if r.junior_weights is None else float(r.junior_weights.sum()) for r in rows)
+    sums = [float(r.weights.sum()) for r in rows]
+    total = Denominators.over(sums, sum(r.opd_share for r in rows), junior, o.reduction, o.constant_length or 0)
     value, gradients, metrics = 0.0, {}, dict.fromkeys(LOSS_METRICS, 0.0)
     for row, key in zip(rows, keys, strict=True):
         generator = torch.Generator().manual_seed(key)
@@ -196,7 +206,8 @@ def local_loss(
         R = row.response_length
         at = logits[len(row.tokens) - R - 1 : -1]
         log_probs, entropy = token_log_probs(at, torch.tensor(row.tokens[-R:]))
-        packed = wire.packed_tokens(wire.pack(row, wire.width_of(rows)), torch.full((R,), row.advantage), None)
+        packed = wire.packed_tokens(wire.pack(row, wire.width_of(rows)), torch.full((R,), row.advantage), None, o)
+        packed = replace(packed, reduced=None, sequences=torch.zeros(R, dtype=torch.int64))
         candidates = rest = None
         if packed.candidate_ids is not None:
             candidates = hooks.log_probs_of(at, packed.candidate_ids)
@@ -216,6 +227,9 @@ CASES = [
     ((2, 2), 0, ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=4"]),
     ((1, 1), 3, ["opd.signal=jsd", "opd.top_k=3"]),
     ((1, 2), 3, ["opd.signal=reverse_kl", "opd.top_k=3", "opd.position_discount=0.9"]),
+    ((2, 1), 0, ["objective.ratio=sequence", "objective.reduction=sequence_mean"]),
+    ((2, 2), 0, ["objective.reduction=sequence_mean", "objective.lambda_jun=0.5"]),
+    ((1, 2), 0, ["objective.reduction=constant", "objective.constant_length=7"]),
 ]
 
 
@@ -224,15 +238,15 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], k: int, overrides: list[str]
 ) -> None:
     """The whole way: samples, conversion, advantages, post-processing, log, micro-batches, slime's loss function, gradient."""
-    (dp, cp), made = ranks, samples(k, lists=any("selector" in o for o in overrides))
+    words = " ".join(overrides)
+    (dp, cp), made = ranks, samples(k, lists="selector" in words, juniors="lambda_jun" in words)
     c = config(*overrides)
     rows, _ = build_rows([hooks._scored(s, None, c) for s in made], c)
     expected, told, gradients = local_loss(rows, [s.index for s in made], c)
     args = arguments()
     boxes = shipped(monkeypatch, args, made, dp, cp)
-    totals = wire.StepTotals(
-        sum(float(r.weights.sum()) for r in rows), sum(r.opd_share for r in rows), args.global_batch_size
-    )
+    whole = torch.cat([s.teacher_log_probs for s in made]).double().sum(0)
+    totals = wire.StepTotals(*whole[list(wire.StepTotals.COLUMNS)].tolist(), args.global_batch_size)
     monkeypatch.setattr(hooks, "_totals", lambda channels, rollouts: totals)  # every rank sees the sum over all
     monkeypatch.setattr(mpu, "get_data_parallel_group", lambda with_context_parallel=False: None)
     value, metrics = 0.0, dict.fromkeys(told, 0.0)
@@ -271,16 +285,35 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     assert value == pytest.approx(expected, abs=2e-6, rel=2e-5)
     assert metrics == pytest.approx(told, abs=2e-5, rel=2e-4)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
+    assert (told["junior_kl_loss"] > 1e-3) == ("lambda_jun" in words)
     for index, gradient in gradients.items():
         assert torch.allclose(found[index], gradient, atol=2e-6, rtol=1e-4)
 
 
 def test_loss_totals_and_check_sum_are_summed_over_ranks() -> None:
     """The collectives themselves, in a world of one."""
-    channels = [torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0, 1.0, 0.0]])]
-    assert hooks._totals(channels, 4) == wire.StepTotals(1.5, 3.0, 4)
-    assert hooks._totals([], 4) == wire.StepTotals(0.0, 0.0, 4)
+    channels = [torch.arange(8.0)[None], torch.arange(8.0)[None] * 0.5]
+    assert hooks._totals(channels, 4) == wire.StepTotals(pg=1.5, opd=4.5, share=7.5, junior=9.0, rollouts=4)
+    assert hooks._totals([], 4) == wire.StepTotals(0.0, 0.0, 0.0, 0.0, 4)
     assert f"{wire.checksum(channels, [3, 4]):016x}" in hooks._received(channels, {"sample_indices": [3, 4]})
+
+
+def test_loss_sums_of_responses_are_over_context_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response's tokens on this rank, and those that another rank adds."""
+    numbers = hooks._numbered([torch.zeros(2, 8), torch.zeros(0, 8), torch.zeros(1, 8)])
+    assert numbers.tolist() == [0, 0, 2]
+    values = torch.tensor([1.0, 2.0, 4.0])
+    assert hooks._sums(3, values, numbers).tolist() == [3.0, 0.0, 4.0]
+    seen: list[Any] = []
+
+    def other_rank(x: torch.Tensor, group: Any) -> None:
+        seen.append(group)
+        x += torch.tensor([10.0, 20.0, 30.0])
+
+    place(monkeypatch, 1, 0, 2, 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
+    assert hooks._sums(3, values, numbers).tolist() == [13.0, 20.0, 34.0]
+    assert seen == [mpu.get_context_parallel_group()]
 
 
 def tiny(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_tandem.config import Reduction, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.local.batches import TrainRow
 from slime_tandem.slime_hooks import wire
@@ -84,9 +85,9 @@ def test_a_number_that_would_not_survive_is_refused_by_name() -> None:
         wire.pack(row(candidates=big), 1)
 
 
-def test_without_candidates_there_are_five_columns_and_none_for_the_loss() -> None:
+def test_without_candidates_there_are_eight_columns_and_none_for_the_loss() -> None:
     channels = wire.pack(row())
-    assert channels.shape == (2, 5)
+    assert channels.shape == (2, 8)
     assert wire.packed_tokens(channels, torch.zeros(2), None).candidate_ids is None
 
 
@@ -122,10 +123,38 @@ def test_the_seat_is_checked_against_the_log_probs_that_slime_slices_itself() ->
 def test_normalised_weights_turn_slimes_sum_into_our_mean() -> None:
     """Two rows, weights 1 and 3 in all, eight rollouts: the sum of weight * term, over eight, is the mean over 4."""
     channels = [wire.pack(row(1)), wire.pack(row(3))]
-    totals = wire.StepTotals(pg=4.0, opd=4.0, rollouts=8)
+    totals = wire.StepTotals(pg=4.0, opd=4.0, share=4.0, junior=0.0, rollouts=8)
     terms = [torch.tensor([2.0]), torch.tensor([1.0, 1.0, 4.0])]
     summed = sum((wire.normalise(c, totals)[:, wire.WEIGHT] * t).sum() for c, t in zip(channels, terms, strict=True))
     assert float(summed) / 8 == (2.0 + 1.0 + 1.0 + 4.0) / 4
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("token_mean", 22 / 4), ("sequence_mean", (2 / 1 + 20 / 3) / 2), ("constant", 22 / 20)]
+)
+def test_reductions_over_responses_travel_as_shares_of_what_divides(reduction: Reduction, expected: float) -> None:
+    """Three responses, of 1, 3 and 2 tokens, the last without a weight; terms add up to 2 and 20."""
+    config = RunConfig.load(overrides=[f"objective.reduction={reduction}", "sampling.max_new_tokens=10"])
+    rows = [row(1), row(3), row(2, weights=np.zeros(2))][: 2 if reduction == "constant" else 3]
+    channels = [wire.pack(r, 0, config) for r in rows]
+    sums = torch.cat(channels).double().sum(0)
+    totals = wire.StepTotals(*sums[list(wire.StepTotals.COLUMNS)].tolist(), rollouts=8)
+    terms = [torch.tensor([2.0]), torch.tensor([5.0, 5.0, 10.0]), torch.tensor([7.0, 7.0])]
+    made = [wire.packed_tokens(wire.normalise(c, totals, reduction), c[:, 0], None) for c in channels]
+    assert sum(float((m.reduced * t).sum()) for m, t in zip(made, terms, strict=False)) / 8 == pytest.approx(expected)
+
+
+def test_the_juniors_weights_and_log_probs_travel_if_the_loss_asks_for_them() -> None:
+    pulled = row(junior_weights=np.array([0.0, 1.0]), junior_log_probs=np.array([-9.0, -0.25]))
+    channels = wire.pack(pulled)
+    assert channels[:, wire.JUNIOR].tolist() == [0.0, 1.0]
+    assert channels[:, wire.JUNIOR_LOG_PROB].tolist() == [0.0, -0.25]
+    plain = wire.packed_tokens(channels, torch.zeros(2), None)
+    assert plain.junior_weights is None
+    asked = RunConfig.load(overrides=["objective.lambda_jun=0.5"]).objective
+    found = wire.packed_tokens(channels, torch.zeros(2), None, asked)
+    assert found.junior_weights is not None
+    assert found.junior_weights.tolist() == [0.0, 1.0]
 
 
 def response(**changes: Any) -> TandemSample:

@@ -37,7 +37,7 @@ def test_by_hand() -> None:
     assert d.requests_per_s == pytest.approx(0.18 * d.tokens_per_s)
     assert d.sent_bytes_per_s == pytest.approx(593 * d.tokens_per_s)
     assert d.teacher_requests_per_s == pytest.approx(d.tokens_per_s / 4096)
-    assert d.channel_bytes_per_s == 20 * d.tokens_per_s
+    assert d.channel_bytes_per_s == 32 * d.tokens_per_s
     assert scaling.demand("fused", 120, 1024).shown
     assert not scaling.demand("fused", 130, 1024).shown
 
