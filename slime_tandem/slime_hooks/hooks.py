@@ -24,7 +24,7 @@ from slime_tandem.local.rollouts import response_metrics, teacher_metrics
 from slime_tandem.local.tasks import extract_answer, label_reward
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
-from slime_tandem.objective.loss import Denominators, sequence_sums, tandem_loss
+from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
 from slime_tandem.objective.truncation import Group
 from slime_tandem.slime_hooks import runtime, wire
 from slime_tandem.slime_hooks.settings import settings
@@ -206,12 +206,33 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """
     global _parked
     channels = wire.carried(rollout_data)
-    _parked = _Parked(channels, rollout_data)
     logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
+    if (config := settings(args)).objective.rollout_weights == "masked":
+        channels = _bounded(channels, rollout_data["log_probs"], config)
+    _parked = _Parked(channels, rollout_data)
     rewards = rollout_data["rewards"]
     rollout_data["advantages"] = [torch.full_like(c[:, 0], r) for c, r in zip(channels, rewards, strict=True)]
     rollout_data["returns"] = list(rollout_data["advantages"])
     rollout_data[wire.CARRIER] = [c[:, wire.TEACHER].contiguous() for c in channels]
+
+
+def _bounded(channels: Sequence[Tensor], log_probs: Sequence[Tensor], config: RunConfig) -> list[Tensor]:
+    """Channels without the weights that `objective.rollout_weights=masked` takes, as `Trainer` takes them from its rows."""
+    whole, numbers = torch.cat(list(channels)), _numbered(channels)
+    used = (whole[:, wire.WEIGHT] > 0) | (whole[:, wire.OPD_WEIGHT] > 0)
+    own = torch.cat(list(log_probs)).to(whole.device)
+    keep = kept_by_weights(own, whole[:, wire.OLD], used, config.objective)
+    logger.info(f"slime_tandem rollout weights: {int((used & ~keep).sum())} of {int(used.sum())} tokens left out here")
+    columns = [wire.WEIGHT, wire.OPD_WEIGHT]
+    whole[:, columns] *= keep[:, None]
+    if config.opd.selection.denominator != "valid":
+        whole[:, wire.OPD_SHARE] = whole[:, wire.OPD_WEIGHT]
+    if config.objective.reduction == "token_mean":
+        whole[:, wire.SHARE] = whole[:, wire.WEIGHT]
+    elif config.objective.reduction == "sequence_mean":
+        sums = _sums(len(channels), whole[:, wire.WEIGHT], numbers).clamp(min=1e-8)
+        whole[:, wire.SHARE] = whole[:, wire.WEIGHT] / sums[numbers]
+    return list(torch.split(whole, [len(c) for c in channels]))
 
 
 def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> str:
@@ -291,6 +312,8 @@ def loss(
     reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
     packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference, config.objective)
     packed = replace(packed, sequences=_numbered(seats))
+    if config.objective.rollout_weights != "none":  # slime computed these before the first step of the rollout
+        packed = replace(packed, old_log_probs=torch.cat(batch["log_probs"]), rollout_log_probs=packed.old_log_probs)
     candidates = rest = None
     if packed.candidate_ids is not None:
         rows = torch.cat([chunk for chunk, _ in get_responses(logits, **where)])  # slime scales them by the temperature

@@ -160,9 +160,15 @@ def check_flags(args: Any, config: RunConfig) -> None:
     if channels and getattr(args, "normalize_advantages", False):
         expected = "not to be set: whitening behind the advantages would undo groups and weights"
         raise ConfigError(explain("--normalize-advantages", True, expected, "remove it"))
-    if channels and not getattr(args, "use_rollout_logprobs", True):
-        expected = "set: the old policy of our ratio is the one that sampled"
-        raise ConfigError(explain("--use-rollout-logprobs", False, expected, "add it; it saves a forward pass, too"))
+    if channels:
+        engines = config.objective.rollout_weights == "none"
+        if getattr(args, "use_rollout_logprobs", engines) != engines:
+            why = "the old policy of our ratio is the one that sampled; it saves a forward pass, too"
+            if not engines:
+                why = f"{KEY}.objective.rollout_weights compares the trainer's own log-probs, which slime computes without it"
+            expected = f"{'set' if engines else 'not to be set'}: {why}"
+            remedy = "add it" if engines else "remove it"
+            raise ConfigError(explain("--use-rollout-logprobs", not engines, expected, remedy))
     if channels and getattr(args, "calculate_per_token_loss", False):
         expected = "not to be set: our terms are means over weights already"
         raise ConfigError(explain("--calculate-per-token-loss", True, expected, "remove it"))
@@ -187,12 +193,12 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "multimodal_keys": ("teachers and juniors are given text alone", "remove it"),
     "custom_convert_samples_to_train_data_path": ("our channels travel in slime's own conversion", "remove it"),
     "rollout_stop_token_ids": ("a turn ends at the ids of the model folder", "put them into generation_config.json"),
+    "use_tis": ("our loss does not read it", "set slime_tandem.objective.rollout_weights=truncated"),
     "use_critic": ("advantages are relative to the group", "remove it"),
 }
 
 
 _OBJECTIVE: tuple[tuple[str, object, str], ...] = (
-    ("rollout_weights", "none", "the trainer's own log-probs are not computed with --use-rollout-logprobs"),
     ("kl_in", "loss", "rewards are final before the trainer scores anything"),
     ("kl_target", None, "the coefficient does not adapt there"),
 )

@@ -288,7 +288,9 @@ def _rollout(config: RunConfig) -> list[str]:
 
 def _objective(config: RunConfig) -> list[str]:
     o = config.objective
-    flags = ["--advantage-estimator", "grpo", "--loss-type", "custom_loss", "--use-rollout-logprobs"]
+    flags = ["--advantage-estimator", "grpo", "--loss-type", "custom_loss"]
+    if o.rollout_weights == "none":
+        flags.append("--use-rollout-logprobs")
     flags += ["--eps-clip", f"{o.clip_low:g}", "--eps-clip-high", f"{o.clip_high:g}", "--entropy-coef", "0"]
     if o.scale_advantages == "none":
         flags.append("--disable-grpo-std-normalization")

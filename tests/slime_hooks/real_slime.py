@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from slime.utils.types import Sample
 
 from slime_tandem.config import RunConfig
 from slime_tandem.local.batches import TrainRow, build_rows
+from slime_tandem.local.trainer import Trainer
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, tandem_loss
 from slime_tandem.slime_hooks import hooks, settings, wire
@@ -191,6 +193,21 @@ def logits_of(box: dict[str, Any], seed: int) -> dict[int, torch.Tensor]:
     return out
 
 
+def own_log_probs(row: TrainRow, key: int) -> np.ndarray:
+    """[R]: what the trainer's old policy says, some of it far from what the engine said."""
+    return row.old_log_probs + np.random.default_rng(key).normal(0, 1.2, row.response_length)
+
+
+def local_rows(rows: list[TrainRow], keys: list[int], made: RunConfig) -> list[TrainRow]:
+    """Rows as the local trainer has them before its first step."""
+    if made.objective.rollout_weights == "none":
+        return rows
+    trainer = Trainer(made, SimpleNamespace(), None)  # type: ignore[arg-type]
+    scored = [own_log_probs(*pair) for pair in zip(rows, keys, strict=True)]
+    trainer._score = lambda *_: scored  # type: ignore[method-assign, assignment]
+    return list(trainer._with_own_log_probs(rows)[0])
+
+
 def local_loss(
     rows: list[TrainRow], keys: list[int], made: RunConfig
 ) -> tuple[float, dict[str, float], dict[int, torch.Tensor]]:
@@ -207,7 +224,9 @@ def local_loss(
         at = logits[len(row.tokens) - R - 1 : -1]
         log_probs, entropy = token_log_probs(at, torch.tensor(row.tokens[-R:]))
         packed = wire.packed_tokens(wire.pack(row, wire.width_of(rows)), torch.full((R,), row.advantage), None, o)
-        packed = replace(packed, reduced=None, sequences=torch.zeros(R, dtype=torch.int64))
+        engine = None if row.rollout_log_probs is None else torch.from_numpy(row.rollout_log_probs).float()
+        numbers = torch.zeros(R, dtype=torch.int64)
+        packed = replace(packed, reduced=None, sequences=numbers, rollout_log_probs=engine)
         candidates = rest = None
         if packed.candidate_ids is not None:
             candidates = hooks.log_probs_of(at, packed.candidate_ids)
@@ -230,6 +249,9 @@ CASES = [
     ((2, 1), 0, ["objective.ratio=sequence", "objective.reduction=sequence_mean"]),
     ((2, 2), 0, ["objective.reduction=sequence_mean", "objective.lambda_jun=0.5"]),
     ((1, 2), 0, ["objective.reduction=constant", "objective.constant_length=7"]),
+    ((2, 2), 0, ["objective.rollout_weights=truncated", "objective.rollout_weight_max=1.5"]),
+    ((2, 1), 0, ["objective.rollout_weights=masked", "objective.reduction=sequence_mean"]),
+    ((1, 2), 3, ["objective.rollout_weights=masked", "opd.signal=jsd", "opd.top_k=3"]),
 ]
 
 
@@ -242,10 +264,13 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     (dp, cp), made = ranks, samples(k, lists="selector" in words, juniors="lambda_jun" in words)
     c = config(*overrides)
     rows, _ = build_rows([hooks._scored(s, None, c) for s in made], c)
-    expected, told, gradients = local_loss(rows, [s.index for s in made], c)
+    indices = [s.index for s in made]
+    as_local = local_rows(rows, indices, c)
+    expected, told, gradients = local_loss(as_local, indices, c)
     args = arguments()
+    args.use_rollout_logprobs = c.objective.rollout_weights == "none"
     boxes = shipped(monkeypatch, args, made, dp, cp)
-    whole = torch.cat([s.teacher_log_probs for s in made]).double().sum(0)
+    whole = torch.cat([wire.pack(row, wire.width_of(rows), c) for row in as_local]).double().sum(0)
     totals = wire.StepTotals(*whole[list(wire.StepTotals.COLUMNS)].tolist(), args.global_batch_size)
     monkeypatch.setattr(hooks, "_totals", lambda channels, rollouts: totals)  # every rank sees the sum over all
     monkeypatch.setattr(mpu, "get_data_parallel_group", lambda with_context_parallel=False: None)
@@ -253,6 +278,13 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     found = {s.index: torch.zeros(len(s.tokens), VOCABULARY) for s in made}
     for i, box in enumerate(boxes):
         place(monkeypatch, dp, i // cp, cp, i % cp)
+        if not args.use_rollout_logprobs:
+            lengths = zip(box["sample_indices"], box["total_lengths"], box["response_lengths"], strict=True)
+            box["log_probs"] = [
+                cp_utils.slice_log_prob_with_cp(torch.from_numpy(own_log_probs(rows[indices.index(key)], key)), T, R)
+                .float()
+                for key, T, R in lengths
+            ]  # fmt: skip
         loss.compute_advantages_and_returns(args, box)
         hooks.data_post_process(args, 0, box)
         assert all(t.dim() == 1 for t in box[wire.CARRIER]), "slime's log averages this seat as [R]"
@@ -261,14 +293,14 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
         hooks.before_train_step(args, 0, 0, None, None, None)
         (iterator,) = data.get_data_iterator(box)
         leaves = {index: t.requires_grad_() for index, t in logits_of(box, 0).items()}
-        for indices in box["micro_batch_indices"]:
+        for places in box["micro_batch_indices"]:
             keys = [
                 "tokens", "multimodal_train_inputs", "packed_seq_params", "total_lengths", "response_lengths", "loss_masks",
                 "log_probs", "ref_log_probs", "values", "advantages", "returns", "rollout_log_probs", "teacher_log_probs",
                 "rollout_mask_sums",
             ]  # fmt: skip
             batch = data.get_batch(iterator, keys, 8, False)
-            mine = [cp_utils.slice_with_cp(leaves[box["sample_indices"][j]], 0.0) for j in indices]
+            mine = [cp_utils.slice_with_cp(leaves[box["sample_indices"][j]], 0.0) for j in places]
             logits = torch.cat(mine)
             logits = torch.nn.functional.pad(logits, (0, 0, 0, batch["tokens"].shape[1] - len(logits)))[None]
             micro = len(box["micro_batch_indices"])
@@ -286,6 +318,9 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     assert metrics == pytest.approx(told, abs=2e-5, rel=2e-4)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
     assert (told["junior_kl_loss"] > 1e-3) == ("lambda_jun" in words)
+    assert (told["rollout_weight_cut"] > 1e-3) == ("truncated" in words)
+    lost = sum(int((a.weights != b.weights).sum()) for a, b in zip(rows, as_local, strict=True))
+    assert (lost > 0) == ("masked" in words)
     for index, gradient in gradients.items():
         assert torch.allclose(found[index], gradient, atol=2e-6, rtol=1e-4)
 

@@ -97,6 +97,7 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
         ({"rollout_stop_token_ids": [7]}, "--rollout-stop-token-ids"),
         ({"use_critic": True}, "--use-critic"),
+        ({"use_tis": True}, "--use-tis.*rollout_weights"),
     ],
 )
 def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], message: str) -> None:
@@ -104,12 +105,10 @@ def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], 
         settings(arguments(**flags))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("rollout_weights", "truncated"), ("kl_in", "reward"), ("kl_target", 0.1)]
-)
+@pytest.mark.parametrize(("name", "value"), [("kl_in", "reward"), ("kl_target", 0.1)])
 def test_what_the_hooks_do_not_do_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"slime_tandem\.objective\.{name}={value!r}.*under slime"):
-        settings(arguments({"objective": {name: value, **({} if name == "rollout_weights" else {"kl_coef": 0.1})}}))
+        settings(arguments({"objective": {name: value, "kl_coef": 0.1}}))
 
 
 def test_truncated_sampling_is_refused_without_a_teacher_too() -> None:
@@ -122,6 +121,14 @@ def test_what_some_settings_need_of_the_flags() -> None:
     with pytest.raises(ConfigError, match="--use-kl-loss"):
         settings(arguments(kl, use_kl_loss=False))
     assert settings(arguments(kl, use_kl_loss=True)).objective.kl_coef == 0.1
+
+
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+def test_rollout_weights_need_the_trainers_own_log_probs(kind: str) -> None:
+    section = {"objective": {"rollout_weights": kind}}
+    with pytest.raises(ConfigError, match="--use-rollout-logprobs=True: expected not to be set"):
+        settings(arguments(section))
+    assert settings(arguments(section, use_rollout_logprobs=False)).objective.rollout_weights == kind
 
 
 def test_the_hooks_of_rollouts_go_alone_with_slimes_own_loss() -> None:
