@@ -134,6 +134,15 @@ def test_a_model_of_few_positions_is_no_shorter_than_its_sequences(sized: Sized,
     assert "--seq-length" not in plan(sized(), tmp_path).flags
 
 
+@pytest.mark.parametrize("kl_coef", [1e-05, 0.12345678])
+def test_numbers_reach_slime_with_every_digit(sized: Sized, tmp_path: Path, kl_coef: float) -> None:
+    """The hooks compare the two: a rounded flag would be refused when the job has started."""
+    config = sized(objective={"kl_coef": kl_coef, "clip_low": 0.12345678}, optimizer={"lr": 1.23456789e-6})
+    flags = split(plan(config, tmp_path / "launch").flags)
+    found = [float(flags[name][0]) for name in ("--kl-loss-coef", "--eps-clip", "--lr")]
+    assert found == [kl_coef, 0.12345678, 1.23456789e-6]
+
+
 def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Path) -> None:
     launch = plan(sized(cluster={"slime_flags": ["--use-tensorboard"]}), tmp_path, extra=["--tb-project-name", "x"])
     assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "x"]
@@ -157,10 +166,7 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"cluster": {"teacher_gpus": 3, "teacher_tp": 3}}, "cluster.teacher_tp=3: expected a divisor of 32"),
         ({"cluster": {"host_memory_gib": 16}}, "main memory of a machine, GiB="),
         ({"control": True}, "control"),
-        (
-            {"objective": {"lambda_jun": 0.5}},
-            r"objective\.lambda_jun=0\.5: expected 0\.0 under slime: its weights have no channel yet",
-        ),
+        ({"objective": {"rollout_weights": "truncated"}}, r"objective\.rollout_weights='truncated': expected none"),
         ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, r"sampling=.*'top_p': 0\.9"),
         ({"train": {"steps": 0}}, "train.steps"),
     ],
