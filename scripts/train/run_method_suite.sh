@@ -33,13 +33,13 @@ if [[ "$BACKEND" == slime ]]; then
   need_model STUDENT_HF "the trainable student"
   need_model TEACHER_MODEL "the teacher"
   need_file PROMPT_DATA "prompts with labels"
-  flags+=("models.senior=$STUDENT_HF" "models.teacher=$TEACHER_MODEL" "tasks=[{family: jsonl, path: '$PROMPT_DATA'}]"
+  flags+=("models.senior=$(quoted "$STUDENT_HF")" "models.teacher=$(quoted "$TEACHER_MODEL")" "tasks=[{family: jsonl, path: $(quoted "$PROMPT_DATA")}]"
     "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
-  if [[ -n "${TEACHER_URL:-}" ]]; then flags+=("engine.teacher_url=$TEACHER_URL"); fi
+  if [[ -n "${TEACHER_URL:-}" ]]; then flags+=("engine.teacher_url=$(quoted "$TEACHER_URL")"); fi
   if [[ " $METHOD_LIST" == *" tandem_"* ]]; then
     JUNIOR_MODEL="${JUNIOR_MODEL:-$beside/models/Qwen3-0.6B}"
     need_model JUNIOR_MODEL "the frozen junior"
-    flags+=("models.junior=$JUNIOR_MODEL")
+    flags+=("models.junior=$(quoted "$JUNIOR_MODEL")")
   fi
   start_ray
   code=0

@@ -25,18 +25,18 @@ need_model SENIOR_MODEL "the trainable model (run_opd.sh: STUDENT_HF)"
 need_model JUNIOR_MODEL "the frozen junior"
 need_file PROMPT_DATA "prompts with labels"
 need_file CONFIG "settings of slime_tandem"
-settings=("name=$NAME" "runs_dir=$OUTPUT_ROOT" "models.senior=$SENIOR_MODEL" "models.junior=$JUNIOR_MODEL"
-  "tasks=[{family: jsonl, path: '$PROMPT_DATA'}]" "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
+settings=("name=$(quoted "$NAME")" "runs_dir=$(quoted "$OUTPUT_ROOT")" "models.senior=$(quoted "$SENIOR_MODEL")" "models.junior=$(quoted "$JUNIOR_MODEL")"
+  "tasks=[{family: jsonl, path: $(quoted "$PROMPT_DATA")}]" "cluster.nodes=$NODES" "cluster.gpus_per_node=$GPUS_PER_NODE")
 if [[ -n "${TEACHER_MODEL:-}" || -n "${TEACHER_URL:-}" ]]; then
   TEACHER_MODEL="${TEACHER_MODEL:-}"
   need_model TEACHER_MODEL "the teacher (its tokenizer, also with TEACHER_URL)"
-  settings+=("opd.enabled=true" "models.teacher=$TEACHER_MODEL")
+  settings+=("opd.enabled=true" "models.teacher=$(quoted "$TEACHER_MODEL")")
 fi
-if [[ -n "${TEACHER_URL:-}" ]]; then settings+=("engine.teacher_url=$TEACHER_URL"); fi
+if [[ -n "${TEACHER_URL:-}" ]]; then settings+=("engine.teacher_url=$(quoted "$TEACHER_URL")"); fi
 if [[ -n "${STUDENT_TORCH_DIST:-}" ]]; then
   [[ -f "$STUDENT_TORCH_DIST/latest_checkpointed_iteration.txt" ]] || refuse STUDENT_TORCH_DIST "$STUDENT_TORCH_DIST" \
     "a Megatron checkpoint with latest_checkpointed_iteration.txt" "make it: slime-tandem convert $SENIOR_MODEL $STUDENT_TORCH_DIST"
-  settings+=("cluster.reference=$STUDENT_TORCH_DIST")
+  settings+=("cluster.reference=$(quoted "$STUDENT_TORCH_DIST")")
 fi
 if [[ -n "${NUM_ROLLOUT:-}" ]]; then
   need_number NUM_ROLLOUT

@@ -26,6 +26,7 @@ DASHBOARD_PORT="${DASHBOARD_PORT:-8265}"
 SERVER_TIMEOUT="${SERVER_TIMEOUT:-600}"
 RAY_START_FLAGS="${RAY_START_FLAGS:-}"
 JOB_ENV="${JOB_ENV:-}"
+ray_start_flags=()
 started=()  # process groups started here
 job=""      # the Ray job under way
 attended="" # the command that is waited for
@@ -34,6 +35,12 @@ attended="" # the command that is waited for
 refuse() {
   echo "$1=$2: expected $3. Remedy: $4." >&2
   exit 2
+}
+
+# quoted TEXT: as a YAML scalar, for settings: a path may hold an apostrophe, a blank with #, or look like a number.
+quoted() {
+  local mark="'"
+  printf '%s' "$mark${1//$mark/$mark$mark}$mark"
 }
 
 need_number() {
@@ -60,8 +67,14 @@ need_slime() {
   need_number SERVER_TIMEOUT 600
   [[ -z "$RAY_START_FLAGS" || "$RAY_START_FLAGS" == --* ]] || refuse RAY_START_FLAGS "$RAY_START_FLAGS" "flags" "e.g. --num-cpus=16"
   local name
-  for name in $JOB_ENV; do
-    printenv "$name" > /dev/null || refuse JOB_ENV "$name" "names of exported variables" "export it, or leave it out"
+  local -a names
+  # Not by an unquoted expansion: it would also put files' names in the place of a *.
+  read -r -d '' -a names <<< "$JOB_ENV" || true
+  read -r -d '' -a ray_start_flags <<< "$RAY_START_FLAGS" || true
+  for name in "${names[@]}"; do
+    if [[ ! "$name" =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || ! printenv "$name" > /dev/null; then
+      refuse JOB_ENV "$name" "names of exported variables" "export it, or leave it out"
+    fi
   done
   [[ -f "$SLIME_DIR/train.py" ]] || refuse SLIME_DIR "$SLIME_DIR" "a checkout of slime with train.py" "set SLIME_DIR"
   [[ -d "$MEGATRON_LM_DIR/megatron" ]] || refuse MEGATRON_LM_DIR "$MEGATRON_LM_DIR" "a checkout of Megatron-LM" "set MEGATRON_LM_DIR"
@@ -137,10 +150,9 @@ start_ray() {
     return
   fi
   export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
-  # shellcheck disable=SC2086 # words
   start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \
     --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
-    --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT" $RAY_START_FLAGS
+    --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT" "${ray_start_flags[@]}"
   if [[ "$NODES" -gt 1 ]]; then
     echo "on each of the other $((NODES - 1)) machines: MASTER_ADDR=$MASTER_ADDR RAY_PORT=$RAY_PORT bash scripts/train/join_ray.sh"
   fi

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import re
@@ -27,7 +28,7 @@ _Returned = Answer | Awaitable[Answer]
 Respond = Callable[[Prompt, Sequence[Message]], _Returned]
 """(prompt, chat since the prompt, the model's turn last) -> messages before its next turn; None or none: it is done. They
 are of any role but the assistant's; it may be async. Equal arguments must get equal answers, or a run cannot be repeated. It
-is called in a thread of its own; under slime several calls may be under way at once."""
+is called in a thread of its own, coroutines run in an event loop that all share; under slime several calls may be under way."""
 
 _SUM = re.compile(r"(?<![\w.])\d{1,9}(?: ?[-+*] ?\d{1,9}){1,9}(?= ?=)")
 
@@ -102,7 +103,21 @@ async def _called(respond: Respond, prompt: Prompt, chat: Sequence[Message]) -> 
     answer, error = await done
     if error is not None:
         raise error
-    return await answer if inspect.isawaitable(answer) else answer
+    if not inspect.isawaitable(answer):
+        return answer
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_finished(answer), _coroutines()))
+
+
+async def _finished(answer: Awaitable[Answer]) -> Answer:
+    return await answer
+
+
+@functools.cache
+def _coroutines() -> asyncio.AbstractEventLoop:
+    """The event loop, in a thread, of the environments' coroutines: one that blocks holds up its like, and not the run."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
 
 
 def _is_message(value: object) -> bool:
@@ -148,7 +163,10 @@ class Environments:
             async with limit:
                 # A copy: what a function does to its arguments is no part of the run.
                 messages = await _called(respond, copy.deepcopy(writer.prompt), chat)
-        except (Exception, SystemExit) as error:  # the user's code
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # not the environment's own: we are to stop
             if limit.expired():
                 expected = f"an answer within engine.environment_timeout_s={self.timeout_s:g}"
                 remedy = "mend the function, raise the limit, or set sampling.on_failed_sample=drop_sample"

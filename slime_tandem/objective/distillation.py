@@ -24,7 +24,7 @@ _LEAST_REST = 1e-6
 
 
 def log_probs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0, group: Group = None) -> Tensor:
-    """Log-probs [T, K] (nats) of `ids` [T, K] under logits [T, V]; entries of -1 give those of id 0.
+    """Log-probs [T, K] (nats) of `ids` [T, K] under logits [T, V]; entries of -1 give those of id 0, ids beyond V NaN.
 
     `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks, all of one width; every rank gets the
     whole result and must use it alike, its gradient is that of its own columns.
@@ -35,7 +35,9 @@ def log_probs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0, group: G
     scaled = logits.to(wide_type(logits.dtype)) / temperature
     here, column = _columns(scaled, ids.clamp(min=0), group)
     mine = scaled.gather(-1, column)
-    return _summed(torch.where(here, mine, 0.0), group) - _log_sum_exp(scaled, group)[:, None]
+    found = _summed(torch.where(here, mine, 0.0), group) - _log_sum_exp(scaled, group)[:, None]
+    width = scaled.shape[1] * (1 if group is None else dist.get_world_size(group))
+    return torch.where(ids < width, found, torch.nan)
 
 
 def log_rest_of(logits: Tensor, ids: Tensor, temperature: float = 1.0, group: Group = None) -> Tensor:

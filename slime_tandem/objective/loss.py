@@ -293,7 +293,7 @@ def tandem_loss(
         # One wait for the device: everything is read at once.
         *values, sound = torch.stack([*(m.double() for m in metrics.values()), fine.all().double()]).tolist()
     if not sound or not all(map(math.isfinite, values)):
-        _explain_fault(log_probs, entropy, batch, values[0])
+        _explain_fault(log_probs, entropy, batch, candidate_log_probs, values[0])
     return loss, dict(zip(metrics, values, strict=True))
 
 
@@ -313,10 +313,14 @@ def _sequence_ratio(log_ratio: Tensor, weights: Tensor, sequences: Tensor, sums:
     return (mean[sequences] + (log_ratio - log_ratio.detach())).exp()
 
 
-def _explain_fault(log_probs: Tensor, entropy: Tensor, batch: PackedTokens, loss: float) -> NoReturn:
+def _explain_fault(
+    log_probs: Tensor, entropy: Tensor, batch: PackedTokens, candidates: Tensor | None, loss: float
+) -> NoReturn:
     """Raise DataError for the first value that is not finite where it counts."""
     learns, aligned = batch.weights > 0, batch.opd_weights > 0
     nothing = torch.zeros_like(learns)
+    if candidates is not None and batch.candidate_ids is not None:
+        candidates = torch.where(batch.candidate_ids >= 0, candidates, 0.0).sum(-1)
     inputs = (
         ("log_probs", log_probs, learns | aligned),
         ("old_log_probs", batch.old_log_probs, learns | aligned),
@@ -335,6 +339,7 @@ def _explain_fault(log_probs: Tensor, entropy: Tensor, batch: PackedTokens, loss
             nothing if batch.junior_weights is None else batch.junior_weights > 0,
         ),
         ("entropy", entropy, learns),
+        ("sum of candidates' log_probs", candidates, aligned),
     )
     for name, values, where in inputs:
         if values is not None and (bad := (where & ~values.isfinite()).nonzero()).numel():
@@ -344,7 +349,8 @@ def _explain_fault(log_probs: Tensor, entropy: Tensor, batch: PackedTokens, loss
                     f"{name}[{i}]",
                     float(values[i]),
                     f"a finite number on every token that counts ({len(bad)} are not)",
-                    "look for NaN in the weights, extreme logits, or sampling that the trainer does not replay",
+                    "look for NaN in the weights, extreme logits, candidate ids beyond the vocabulary, or sampling that the "
+                    "trainer does not replay",
                 )
             )
     remedy = (

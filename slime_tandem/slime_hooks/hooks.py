@@ -56,6 +56,9 @@ async def generate_with_junior(
 async def _write(args: Any, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool) -> Any:
     team = await runtime.current(args)
     await team.write(sample, sampling_params, tandem=tandem, evaluation=evaluation)
+    key = (evaluation and getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
+    if key and wire.failure_of(sample) is not None:
+        sample.reward = {key: sample.reward}  # slime looks a sample's reward up under its key, this one's, too
     chosen = (
         getattr(sample, "custom_rm_path", None),
         getattr(args, "custom_rm_path", None),

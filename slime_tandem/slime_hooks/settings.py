@@ -136,6 +136,17 @@ def check_flags(args: Any, config: RunConfig) -> None:
                 "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
             )
         )
+    if not custom_loss:
+        _refuse_what_needs_our_loss(args, config)
+    elif (coef := getattr(args, "kl_loss_coef", None)) and coef != config.objective.kl_coef:
+        expected = f"slime_tandem.objective.kl_coef={config.objective.kl_coef:g}, which our loss goes by"
+        raise ConfigError(explain("--kl-loss-coef", coef, expected, "set the two alike"))
+    for name in _OF_SLIMES_LOSS if custom_loss else ():
+        if value := getattr(args, name, None):
+            why = "not to be set with our loss, which does not have it"
+            raise ConfigError(
+                explain(_flag(name), value, why, "remove it; slime_tandem.objective has what our loss has")
+            )
     for name, usual, why in _OBJECTIVE:
         value = getattr(config.objective, name)
         if value != usual:
@@ -177,6 +188,28 @@ def check_flags(args: Any, config: RunConfig) -> None:
         raise ConfigError(explain("--use-kl-loss", False, expected, "add it, and --ref-load"))
 
 
+def _refuse_what_needs_our_loss(args: Any, config: RunConfig) -> None:
+    """Raise ConfigError for a setting of the loss or the advantages that slime, left to its own functions, never sees."""
+    o, usual = config.objective, type(config.objective).model_fields
+    hooks = "add --loss-type custom_loss and the hooks of docs/slime.md, or remove it"
+    for name in _OF_OUR_LOSS:
+        if (value := getattr(o, name)) != usual[name].default:
+            expected = f"{usual[name].default} (the default) with slime's own loss, which does not know it"
+            raise ConfigError(explain(f"{KEY}.objective.{name}", value, expected, hooks))
+    weight = config.tandem.junior_token_loss_weight
+    if config.tandem.enabled and weight > 0:
+        expected = (
+            "0 with slime's own loss, whose masks are whole and whose old log-probs of junior tokens are the junior's"
+        )
+        raise ConfigError(explain(f"{KEY}.tandem.junior_token_loss_weight", weight, expected, hooks))
+    if getattr(args, "custom_reward_post_process_path", None) is None:
+        for name in _OF_OUR_ADVANTAGES:
+            value, default = getattr(o, name), usual[name].default
+            if value != default and (name, value) != ("scale_advantages", "std"):
+                expected = f"{default} (the default) without --custom-reward-post-process-path"
+                raise ConfigError(explain(f"{KEY}.objective.{name}", value, expected, hooks))
+
+
 def scores_by_id(config: RunConfig) -> bool:
     """Whether servers are asked for the log-probs of given ids: lists of candidates that one side lacks."""
     opd = config.opd
@@ -193,11 +226,26 @@ _REFUSED: dict[str, tuple[str, str]] = {
     "multimodal_keys": ("teachers and juniors are given text alone", "remove it"),
     "custom_convert_samples_to_train_data_path": ("our channels travel in slime's own conversion", "remove it"),
     "rollout_stop_token_ids": ("a turn ends at the ids of the model folder", "put them into generation_config.json"),
-    "use_tis": ("our loss does not read it", "set slime_tandem.objective.rollout_weights=truncated"),
     "use_critic": ("advantages are relative to the group", "remove it"),
 }
 
 
+_OF_OUR_LOSS = (
+    "reward_coef",
+    "surrogate",
+    "ratio",
+    "dual_clip",
+    "reduction",
+    "rollout_weights",
+    "constant_length",
+    "kl_coef",
+    "lambda_jun",
+)
+"""Settings of the objective that our loss alone applies."""
+_OF_OUR_ADVANTAGES = ("baseline", "scale_advantages", "clip_advantages")
+"""Those that our `reward_post_process` applies; slime's own can divide by the standard deviation, too."""
+_OF_SLIMES_LOSS = ("entropy_coef", "eps_clip_c", "use_tis", "use_opsm", "custom_pg_loss_reducer_function_path")
+"""Flags that slime's policy loss alone applies."""
 _OBJECTIVE: tuple[tuple[str, object, str], ...] = (
     ("kl_in", "loss", "rewards are final before the trainer scores anything"),
     ("kl_target", None, "the coefficient does not adapt there"),

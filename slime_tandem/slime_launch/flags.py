@@ -278,8 +278,8 @@ def _rollout(config: RunConfig) -> list[str]:
     s, t = config.sampling, config.train
     flags = ["--num-rollout", str(t.steps), "--rollout-batch-size", str(t.prompts_per_step)]
     flags += ["--n-samples-per-prompt", str(t.samples_per_prompt), "--num-steps-per-rollout", str(t.updates_per_step)]
-    flags += ["--rollout-max-response-len", str(s.max_new_tokens), "--rollout-temperature", f"{s.temperature:g}"]
-    flags += ["--rollout-top-p", f"{s.top_p:g}", "--rollout-top-k", str(s.top_k)]
+    flags += ["--rollout-max-response-len", str(s.max_new_tokens), "--rollout-temperature", _number(s.temperature)]
+    flags += ["--rollout-top-p", _number(s.top_p), "--rollout-top-k", str(s.top_k)]
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
     reward = config.cluster.reward
@@ -291,20 +291,20 @@ def _objective(config: RunConfig) -> list[str]:
     flags = ["--advantage-estimator", "grpo", "--loss-type", "custom_loss"]
     if o.rollout_weights == "none":
         flags.append("--use-rollout-logprobs")
-    flags += ["--eps-clip", f"{o.clip_low:g}", "--eps-clip-high", f"{o.clip_high:g}", "--entropy-coef", "0"]
+    flags += ["--eps-clip", _number(o.clip_low), "--eps-clip-high", _number(o.clip_high), "--entropy-coef", "0"]
     if o.scale_advantages == "none":
         flags.append("--disable-grpo-std-normalization")
     if o.kl_coef > 0:
-        flags += ["--use-kl-loss", "--kl-loss-coef", f"{o.kl_coef:g}", "--kl-loss-type", o.kl_estimator]
+        flags += ["--use-kl-loss", "--kl-loss-coef", _number(o.kl_coef), "--kl-loss-type", o.kl_estimator]
     return flags
 
 
 def _trainer(config: RunConfig) -> list[str]:
     c, o = config.cluster, config.optimizer
-    flags = ["--optimizer", "adam", "--lr", f"{o.lr:g}", "--lr-decay-style", "constant"]
-    flags += ["--lr-warmup-iters", str(o.warmup_steps), "--weight-decay", f"{o.weight_decay:g}"]
-    flags += ["--adam-beta1", f"{o.beta1:g}", "--adam-beta2", f"{o.beta2:g}", "--adam-eps", f"{o.eps:g}"]
-    flags += ["--clip-grad", f"{o.grad_clip:g}"]
+    flags = ["--optimizer", "adam", "--lr", _number(o.lr), "--lr-decay-style", "constant"]
+    flags += ["--lr-warmup-iters", str(o.warmup_steps), "--weight-decay", _number(o.weight_decay)]
+    flags += ["--adam-beta1", _number(o.beta1), "--adam-beta2", _number(o.beta2), "--adam-eps", _number(o.eps)]
+    flags += ["--clip-grad", _number(o.grad_clip)]
     flags += ["--tensor-model-parallel-size", str(c.tensor_parallel)]
     flags += ["--pipeline-model-parallel-size", str(c.pipeline_parallel)]
     flags += ["--context-parallel-size", str(c.context_parallel)]
@@ -317,6 +317,16 @@ def _trainer(config: RunConfig) -> list[str]:
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     flags += ["--attention-dropout", "0", "--hidden-dropout", "0"]
     return [*flags, "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32"]
+
+
+def _number(value: float) -> str:
+    """The shortest text that is read back as this number: the hooks compare flags with the settings.
+
+    >>> _number(1.0), _number(0.12345678)
+    ('1', '0.12345678')
+    """
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 def split(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -360,9 +370,16 @@ def _accepted(config: RunConfig, ours: Sequence[str], extra: Sequence[str], plac
 
 def _as_arguments(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     return {
-        name.removeprefix("--").replace("-", "_"): True if not values else yaml.safe_load(values[0])
+        name.removeprefix("--").replace("-", "_"): True if not values else _value(values[0])
         for name, values in flags.items()
     }
+
+
+def _value(text: str) -> Any:
+    try:
+        return float(text)  # YAML takes 1e-05 for text
+    except ValueError:
+        return yaml.safe_load(text)
 
 
 def _describe(place: Layout) -> list[str]:

@@ -146,6 +146,8 @@ def test_a_module_that_breaks_while_it_is_imported(own: Callable[[str, str], str
         ("import numpy\ndef f(prompt, chat): return numpy.array(chat * 2)", "a sequence of Message"),
         ("def f(prompt, chat): return ['x' * 10**6]", r"\.\.\. \(1000004 characters\): expected a sequence of Message"),
         ("def f(prompt, chat): raise SystemExit(0)", "SystemExit: 0"),
+        ("import asyncio\ndef f(prompt, chat): raise asyncio.CancelledError", "CancelledError"),
+        ("import asyncio\nasync def f(prompt, chat): raise asyncio.CancelledError('own')", "CancelledError"),
     ],
 )
 def test_an_environment_that_misbehaves_is_named(
@@ -161,6 +163,7 @@ def test_an_environment_that_misbehaves_is_named(
     [
         "import threading\ndef f(prompt, chat): threading.Event().wait()",
         "import asyncio\nasync def f(prompt, chat): await asyncio.Event().wait()",
+        "import time\nasync def f(prompt, chat): time.sleep(1.0)",  # a coroutine that blocks its event loop
     ],
 )
 def test_an_environment_that_hangs_fails_its_response_alone(

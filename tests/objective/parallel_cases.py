@@ -171,6 +171,10 @@ def check_divergences(rank: int) -> None:
     logits[4, 5] = 60.0  # all but the whole mass on a candidate: what is left of it must not be rounded away
     ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(T)])
     ids[0], ids[1, 2:], ids[2], ids[4, 0] = torch.arange(K), -1, torch.arange(K, V), 5
+    edges = torch.tensor([[0, K - 1, K, V - 1, V, -1]])
+    beyond = log_probs_of(logits[:1].chunk(2, 1)[rank], edges, group=dist.group.WORLD)
+    assert torch.allclose(beyond[0, :4], torch.log_softmax(logits[0], -1)[edges[0, :4]]), "at the shards' edges"
+    assert beyond[0].isnan().tolist() == [False, False, False, False, True, False], "in no shard"
     teacher = torch.log_softmax(torch.randn(T, K + 1, generator=g, dtype=torch.float64), -1)[:, :K]
     for kind in ("reverse_kl", "forward_kl", "jsd"):
         found = []

@@ -99,6 +99,12 @@ def test_a_position_without_candidates_compares_nothing() -> None:
     assert s.grad.tolist() == [[0.0, 0.0]]
 
 
+def test_a_candidate_beyond_the_vocabulary_has_no_log_prob() -> None:
+    """Not that of another token, and not 0: the loss then names it."""
+    ids = torch.tensor([[3, 4, -1]])
+    assert log_probs_of(torch.zeros(1, 4), ids).isnan().tolist() == [[False, True, False]]
+
+
 def test_temperature_is_that_of_the_sampler() -> None:
     logits = torch.tensor([[2.0, 0.0]])
     assert log_probs_of(logits, torch.tensor([[0]]), 2.0).item() == pytest.approx(math.log(math.e / (math.e + 1)))

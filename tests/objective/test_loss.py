@@ -598,6 +598,16 @@ def test_a_value_that_is_no_number_where_it_counts_is_refused(
         tandem_loss(inputs["log_probs"], inputs["entropy"], batch, den, objective, OPD)
 
 
+def test_a_candidate_that_the_policy_does_not_know_is_named() -> None:
+    batch = PackedTokens(t(-1.0, -1.0), t(1.0, 1.0), t(0.0, 1.0), t(1.0, 1.0), t(-1.0, -1.0))
+    ids = torch.tensor([[-1], [9]])
+    batch = dataclasses.replace(batch, candidate_ids=ids, candidate_teacher=t(-1.0, -1.0)[:, None])
+    candidates = t(float("nan"), float("nan"))[:, None]  # of the first, which is none, nothing is asked
+    opd = OPD.model_copy(update={"signal": "forward_kl"})
+    with pytest.raises(DataError, match=r"sum of candidates' log_probs\[1\]=nan.*\(1 are not\).*beyond the vocabulary"):
+        tandem_loss(t(-1.0, -1.0), t(0.0, 0.0), batch, denominators(batch), ObjectiveConfig(), opd, candidates)
+
+
 @pytest.mark.parametrize("change", [{}, {"surrogate": "cispo"}, {"ratio": "sequence"}])
 def test_a_ratio_out_of_range_on_a_token_of_the_distillation_alone_is_refused(change: dict[str, str]) -> None:
     """Clipped, its value is finite; its gradient would be 0 * inf."""

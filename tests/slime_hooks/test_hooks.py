@@ -138,6 +138,18 @@ def test_a_sample_that_cannot_be_written_stops_the_rollout_or_is_left_out(sample
     assert not failed.teacher_log_probs.any()
 
 
+def test_a_failed_sample_has_its_reward_where_slime_looks_for_it(sample_class: Any) -> None:
+    install({SENIOR: Refusing(), JUNIOR: Refusing()}, "sampling.on_failed_sample=drop_sample")
+    args = Namespace(reward_key="score", eval_reward_key="right")
+    failed = [generate(args, sample_class(prompt="xy", index=i)) for i in range(2)]
+    assert failed[0].reward == {"score": 0.0}
+    evaluated = asyncio.run(hooks.generate_with_junior(args, sample_class(prompt="xy"), PARAMS, evaluation=True))
+    assert evaluated.reward == {"right": 0.0}
+    raw, rewards = hooks.reward_post_process(args, failed)
+    assert raw == rewards == [0.0, 0.0], "a rollout of nothing but failures, too"
+    assert all(s.remove_sample for s in failed)
+
+
 def test_a_prompt_without_messages_is_told_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
     args = install({SENIOR: scripted(1, 0)})
     runtime._installed.team.spellers = (None, None)  # type: ignore[union-attr]

@@ -97,7 +97,6 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
         ({"rollout_stop_token_ids": [7]}, "--rollout-stop-token-ids"),
         ({"use_critic": True}, "--use-critic"),
-        ({"use_tis": True}, "--use-tis.*rollout_weights"),
     ],
 )
 def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], message: str) -> None:
@@ -129,6 +128,44 @@ def test_rollout_weights_need_the_trainers_own_log_probs(kind: str) -> None:
     with pytest.raises(ConfigError, match="--use-rollout-logprobs=True: expected not to be set"):
         settings(arguments(section))
     assert settings(arguments(section, use_rollout_logprobs=False)).objective.rollout_weights == kind
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"objective": {"lambda_jun": 0.5}}, r"objective\.lambda_jun=0\.5: expected 0\.0 .* slime's own loss"),
+        ({"objective": {"ratio": "sequence"}}, r"objective\.ratio='sequence': expected token"),
+        ({"objective": {"reduction": "constant"}}, r"objective\.reduction='constant'"),
+        ({"objective": {"kl_coef": 0.1}}, r"objective\.kl_coef=0\.1"),
+        ({"objective": {"surrogate": "cispo"}}, r"objective\.surrogate='cispo'"),
+        ({"objective": {"dual_clip": 3.0}}, r"objective\.dual_clip=3\.0"),
+        ({"tandem": {"junior_token_loss_weight": 0.5}}, r"tandem\.junior_token_loss_weight=0\.5"),
+        ({"objective": {"baseline": "median"}}, r"baseline='median': .* --custom-reward-post-process-path"),
+        ({"objective": {"clip_advantages": 2.0}}, "clip_advantages=2"),
+        ({"objective": {"scale_advantages": "mad"}}, "scale_advantages='mad'"),
+    ],
+)
+def test_a_setting_that_slimes_own_loss_would_ignore_is_refused(section: dict[str, Any], message: str) -> None:
+    alone = {"loss_type": "policy_loss", "custom_advantage_function_path": None}
+    with pytest.raises(ConfigError, match=message):
+        settings(arguments({"opd": {"enabled": False}, **section}, eps_clip=0.2, **alone))
+    assert settings(arguments(section, eps_clip=0.2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"entropy_coef": 0.01}, r"--entropy-coef=0\.01: expected not to be set with our loss"),
+        ({"eps_clip_c": 3.0}, "--eps-clip-c"),
+        ({"use_tis": True}, "--use-tis"),
+        ({"kl_loss_coef": 0.5}, r"--kl-loss-coef=0\.5: expected .*kl_coef=0"),
+    ],
+)
+def test_a_flag_that_our_loss_would_ignore_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(arguments(**flags))
+    alone = {"loss_type": "policy_loss", "custom_advantage_function_path": None}
+    assert settings(arguments({"opd": {"enabled": False}}, **alone, **flags))
 
 
 def test_the_hooks_of_rollouts_go_alone_with_slimes_own_loss() -> None:

@@ -134,6 +134,15 @@ def test_a_model_of_few_positions_is_no_shorter_than_its_sequences(sized: Sized,
     assert "--seq-length" not in plan(sized(), tmp_path).flags
 
 
+@pytest.mark.parametrize("kl_coef", [1e-05, 0.12345678])
+def test_numbers_reach_slime_with_every_digit(sized: Sized, tmp_path: Path, kl_coef: float) -> None:
+    """The hooks compare the two: a rounded flag would be refused when the job has started."""
+    config = sized(objective={"kl_coef": kl_coef, "clip_low": 0.12345678}, optimizer={"lr": 1.23456789e-6})
+    flags = split(plan(config, tmp_path / "launch").flags)
+    found = [float(flags[name][0]) for name in ("--kl-loss-coef", "--eps-clip", "--lr")]
+    assert found == [kl_coef, 0.12345678, 1.23456789e-6]
+
+
 def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Path) -> None:
     launch = plan(sized(cluster={"slime_flags": ["--use-tensorboard"]}), tmp_path, extra=["--tb-project-name", "x"])
     assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "x"]

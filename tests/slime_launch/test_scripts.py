@@ -105,7 +105,7 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
         "--use-tensorboard",
         NUM_ROLLOUT="3",
         TEACHER_MODEL="llama3.1-8B",
-        RAY_START_FLAGS="--num-cpus=16 --temp-dir=/x",
+        RAY_START_FLAGS="--num-cpus=16\n--temp-dir=/x --labels=*",
         JOB_ENV="OF_MINE",
         OF_MINE="a b",
     )
@@ -113,7 +113,8 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
     lines = done.stdout.splitlines()
     assert "# actor: GPUS 0 to 5".lower() in done.stdout.lower()
     assert any(
-        "ray.scripts.scripts start --head --block" in line and "--num-cpus=16 --temp-dir=/x" in line for line in lines
+        "ray.scripts.scripts start --head --block" in line and r"--num-cpus=16 --temp-dir=/x --labels=\*" in line
+        for line in lines
     )
     assert any("slime_launch.real_parser --actor-num-nodes 1" in line for line in lines)
     assert command[1:5] == ["-m", "ray.scripts.scripts", "job", "submit"]
@@ -173,6 +174,20 @@ def test_joining_machines(run: Run) -> None:
     assert run("join_ray.sh").returncode == 2
 
 
+def test_paths_of_every_kind_arrive_as_they_are(run: Run, tmp_path: Path) -> None:
+    """Settings are YAML: an apostrophe, a blank with # or a colon must not cut a path short, nor a number be one."""
+    folder = tmp_path / "o'neil: #1, [x] {y}"
+    folder.mkdir()
+    (tmp_path / "data.jsonl").rename(folder / "it's.jsonl")
+    done = run("run_tandem_grpo.sh", OUTPUT_ROOT=str(folder / "out"), PROMPT_DATA=str(folder / "it's.jsonl"), NAME="7")
+    flags = flags_of(last_command(done))
+    assert flags["--save"] == [str(folder / "out" / "7" / "slime")]
+    assert flags["--prompt-data"] == [str(folder / "out" / "7" / "slime_launch" / "prompts.jsonl")]
+    suite = run("run_method_suite.sh", BACKEND="slime", STUDENT_HF="qwen3-4B", TEACHER_MODEL="qwen3-8B", SEEDS="0",
+                METHOD_LIST="pure_opd:1.0:10", PROMPT_DATA=str(folder / "it's.jsonl"))  # fmt: skip
+    assert suite.returncode == 0, suite.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "changes", "message"),
     [
@@ -183,6 +198,8 @@ def test_joining_machines(run: Run) -> None:
         ("run_tandem_grpo.sh", {"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE=many"),
         ("run_tandem_grpo.sh", {"RAY_START_FLAGS": "16"}, "RAY_START_FLAGS=16: expected flags"),
         ("run_tandem_grpo.sh", {"JOB_ENV": "PATH NO_SUCH"}, "JOB_ENV=NO_SUCH: expected names of exported variables"),
+        ("run_tandem_grpo.sh", {"JOB_ENV": "*"}, "JOB_ENV=*: expected names of exported variables"),
+        ("run_tandem_grpo.sh", {"JOB_ENV": "--help"}, "JOB_ENV=--help: expected names of exported variables"),
         ("run_tandem_grpo.sh", {"NODES": "2"}, "MASTER_ADDR=127.0.0.1: expected an address that the other machines reach"),
         ("run_tandem_grpo.sh", {"SENIOR_MODEL": "/no/model"}, "SENIOR_MODEL=/no/model: expected a Hugging Face folder"),
         ("run_tandem_grpo.sh", {"DRY_RUN": "0"}, "SENIOR_MODEL=qwen3-4B: expected a Hugging Face folder"),
