@@ -73,7 +73,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
 
 def test_truncation_is_ours_and_slimes_nucleus_is_whole(sized: Sized, tmp_path: Path) -> None:
     sampling = {"top_p": 0.9, "top_k": 20, "truncation_replay": "recompute"}
-    launch = plan(sized(sampling=sampling, opd={"enabled": False}), tmp_path)
+    launch = plan(sized(sampling=sampling, opd={"enabled": False}), tmp_path / "launch")
     flags = dict(split(launch.flags))
     assert (flags["--rollout-top-p"], flags["--rollout-top-k"]) == (["1"], ["20"])
     settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])[SETTINGS_KEY]
