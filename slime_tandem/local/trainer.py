@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tandem.config import ObjectiveConfig, RunConfig
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, TandemError, explain
 from slime_tandem.local.batches import Response, Sequenced, TrainRow, micro_batches, mini_batches
 from slime_tandem.local.policy import MegatronPolicy
 from slime_tandem.local.replay import replay_of
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
-from slime_tandem.objective.kl import above_guard, adapted_coef
+from slime_tandem.objective.kl import above_guard, adapted_coef, left_target
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import (
     LOSS_METRICS,
@@ -88,7 +88,7 @@ class Trainer:
             over = above_guard(step["kl"], objective)
             guarded += over
             if over and objective.kl_guard == "stop":
-                raise _kl_left_target(step["kl"], objective)
+                raise TandemError(left_target(step["kl"], objective))
             if any(v.numel() for v in values):  # an update without a weighted token tells nothing of the KL
                 self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
             if over and objective.kl_guard == "skip_updates":
@@ -248,11 +248,3 @@ class Trainer:
         there = [part for part in parts if part is not None]
         assert len(there) in (0, len(parts))
         return self._pack(there) if there else None
-
-
-def _kl_left_target(kl: float, objective: ObjectiveConfig) -> TandemError:
-    expected = f"at most twice objective.kl_target={objective.kl_target:g}"
-    remedy = (
-        "raise objective.kl_coef or lower optimizer.lr and go on from the last checkpoint, or choose another kl_guard"
-    )
-    return TandemError(explain("train/kl", kl, expected, remedy))

@@ -60,6 +60,15 @@ def above_guard(kl: float, objective: ObjectiveConfig) -> bool:
     return objective.kl_target is not None and kl > _GUARD * objective.kl_target
 
 
+def left_target(kl: float, objective: ObjectiveConfig) -> str:
+    """What a run that `kl_guard=stop` ends is told; `kl` nats per token."""
+    expected = f"at most twice objective.kl_target={objective.kl_target:g}"
+    remedy = (
+        "raise objective.kl_coef or lower optimizer.lr and go on from the last checkpoint, or choose another kl_guard"
+    )
+    return explain("train/kl", kl, expected, remedy)
+
+
 def adapted_coef(coef: float, kl: float, objective: ObjectiveConfig) -> float:
     """The coefficient after an update whose mean KL per token was `kl` nats.
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from slime_tandem.local.rollouts import response_metrics, teacher_metrics
 from slime_tandem.local.tasks import extract_answer, label_reward
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.distillation import log_probs_of, log_rest_of
+from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
-from slime_tandem.objective.truncation import Group
-from slime_tandem.slime_hooks import runtime, wire
+from slime_tandem.objective.truncation import Group, Replay, Truncation
+from slime_tandem.slime_hooks import adaptive, runtime, wire
+from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.types import ScoredSample
 
@@ -183,13 +186,16 @@ def _report(
 
 @dataclass
 class _Parked:
-    """The channels of the rollout that is trained on, between the hooks of one trainer process."""
+    """The rollout that is trained on, between the hooks of one trainer process; `channels`: None on a pipeline stage without
+    the loss. `weighted`: of each optimizer step, whether any token of any rank carries policy-gradient weight."""
 
-    channels: list[Tensor]
     rollout_data: dict[str, Any]
+    channels: list[Tensor] | None = None
+    weighted: list[bool] = field(default_factory=list)
 
 
 _parked: _Parked | None = None
+_coef: AdaptiveCoef | None = None
 
 
 def megatron_init(args: Any) -> None:
@@ -212,7 +218,7 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
     if (config := settings(args)).objective.rollout_weights == "masked":
         channels = _bounded(channels, rollout_data["log_probs"], config)
-    _parked = _Parked(channels, rollout_data)
+    _parked = _Parked(rollout_data, channels)
     rewards = rollout_data["rewards"]
     rollout_data["advantages"] = [torch.full_like(c[:, 0], r) for c, r in zip(channels, rewards, strict=True)]
     rollout_data["returns"] = list(rollout_data["advantages"])
@@ -255,9 +261,11 @@ def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> st
 
 def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """`--rollout-data-postprocess-path`: scale the weights of each optimizer step by its totals over all ranks."""
+    global _parked
     args.rollout_data_postprocess_called = True
-    if _parked is None or _parked.rollout_data is not rollout_data:
-        return  # a pipeline stage without the loss, or a rollout without our advantages
+    if _parked is None or _parked.rollout_data is not rollout_data or _parked.channels is None:
+        _parked = _Parked(rollout_data)  # a pipeline stage without the loss, or a rollout without our advantages
+        return
     channels = _parked.channels
     ends = torch.tensor(rollout_data["num_microbatches"]).cumsum(0).tolist()
     batches, at = rollout_data["micro_batch_indices"], 0
@@ -265,6 +273,7 @@ def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         mine = [i for part in batches[at:end] for i in part]
         at = end
         totals = _totals([channels[i] for i in mine], rollouts)
+        _parked.weighted.append(totals.pg > 0)
         for i in mine:
             channels[i] = wire.normalise(channels[i], totals, settings(args).objective.reduction)
 
@@ -284,9 +293,90 @@ def _totals(channels: Sequence[Tensor], rollouts: int) -> wire.StepTotals:
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: put the channels back into their seat, for the loss."""
-    if _parked is not None:
-        _parked.rollout_data[wire.CARRIER] = _parked.channels
+    """`--custom-megatron-before-train-step-hook-path`: put the channels back into their seat, for the loss.
+
+    Where sampling was truncated, the old policy is found here, by a forward pass before the rollout's first step.
+    """
+    if _parked is None:
+        return
+    data, config = _parked.rollout_data, settings(args)
+    if config.sampling.truncates and step_id == 0:
+        from slime.backends.megatron_utils.data import get_data_iterator
+        from slime.backends.megatron_utils.model import forward_only
+
+        found = forward_only(_both_log_probs, args, model, get_data_iterator(data), data["num_microbatches"])
+        if _parked.channels is not None:
+            for c, full, kept in zip(_parked.channels, found["full"], found["kept"], strict=True):
+                c[:, wire.OLD] = torch.where(c[:, wire.JUNIOR] > 0, full, kept)
+    if _parked.channels is None:
+        return
+    data[wire.CARRIER] = _parked.channels
+    if config.objective.kl_target is not None:
+        _start_adaptive_step(args, rollout_id, step_id, config, _parked)
+
+
+def _start_adaptive_step(args: Any, rollout_id: int, step_id: int, config: RunConfig, parked: _Parked) -> None:
+    global _coef
+    from megatron.core import mpu
+
+    if _coef is None:
+        of_data = mpu.get_data_parallel_rank(with_context_parallel=True)
+        first = of_data == 0 and mpu.get_tensor_model_parallel_rank() == 0
+        save, load = (None if not (path := getattr(args, name, None)) else Path(path) for name in ("save", "load"))
+        keep = save / adaptive.FILE if first and save is not None else None
+        _coef = AdaptiveCoef(config.objective, _over_ranks, keep, first)
+        if rollout_id > 0:
+            _coef.restore(adaptive.kept_coef(load, rollout_id - 1))
+    data = parked.rollout_data
+    batches, rollouts = data["num_microbatches"][step_id], data["global_batch_sizes"][step_id]
+    last = step_id == len(data["num_microbatches"]) - 1
+    _coef.start_step(rollout_id, batches, rollouts, last=last, weighted=parked.weighted[step_id])
+
+
+def _response_rows(logits: Tensor, where: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(logits [T, V/tp] of this rank's response tokens, as the model gave them, and these tokens [T]).
+
+    slime is asked where they are, by numbers in the place of logits: its slices of logits themselves would each hold a gradient
+    of the whole micro-batch.
+    """
+    from slime.backends.megatron_utils.loss import get_responses
+
+    numbers = torch.arange(logits.shape[1], dtype=torch.float32, device=logits.device)
+    found = list(get_responses(numbers[None, :, None], apply_temperature=False, **where))
+    places = torch.cat([chunk for chunk, _ in found])[:, 0].long()
+    return logits[0].index_select(0, places), torch.cat([tokens for _, tokens in found])
+
+
+def _both_log_probs(
+    logits: Tensor, *, args: Any, with_entropy: bool = False, **lengths: Any
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """What slime's `forward_only` collects of each sample [r]: log-probs of the `full` distribution and of what truncation
+    `kept`, nats."""
+    sampling = settings(args).sampling
+    rows, tokens = _response_rows(logits, {"args": args, **lengths})
+    cut, group = Replay(Truncation(sampling.top_k, sampling.top_p, sampling.min_p)), _vocabulary_group()
+    found = {
+        name: token_log_probs(rows, tokens, sampling.temperature, replay=replay, group=group)[0]
+        for name, replay in (("full", None), ("kept", cut))
+    }
+    return logits.new_empty(0), {name: list(torch.split(values, _sizes(lengths))) for name, values in found.items()}
+
+
+def _sizes(lengths: Mapping[str, Any]) -> list[int]:
+    """Response tokens of each sample on this rank."""
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    pairs = zip(lengths["total_lengths"], lengths["response_lengths"], strict=True)
+    return [len(slice_log_prob_with_cp(torch.empty(R), T, R)) for T, R in pairs]
+
+
+def _over_ranks(value: float) -> float:
+    """The sum over all ranks that have tokens of their own (data and context parallel)."""
+    from megatron.core import mpu
+
+    total = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group_gloo(with_context_parallel=True))
+    return float(total)
 
 
 def loss(
@@ -296,7 +386,7 @@ def loss(
 
     `logits` [1, T, V/tp]. The weights are scaled already, so that slime's own sums make means of them; every metric likewise.
     """
-    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_responses
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
     config = settings(args)
     seats = batch[wire.CARRIER]
@@ -310,8 +400,17 @@ def loss(
         "total_lengths": batch["total_lengths"],
         "response_lengths": batch["response_lengths"],
     }
-    _, found = get_log_probs_and_entropy(logits, with_entropy=True, **where)
-    log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
+    sampling, shards = config.sampling, _vocabulary_group()
+    rows = tokens = channels[:0]
+    if sampling.truncates or channels.shape[1] > wire.FIXED:
+        rows, tokens = _response_rows(logits, where)
+    if sampling.truncates:
+        cut = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+        replay = Replay(cut, channels[:, wire.JUNIOR] == 0)
+        log_probs, entropy = token_log_probs(rows, tokens, sampling.temperature, replay=replay, group=shards)
+    else:
+        _, found = get_log_probs_and_entropy(logits, with_entropy=True, **where)
+        log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
     reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
     packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference, config.objective)
     packed = replace(packed, sequences=_numbered(seats))
@@ -319,10 +418,9 @@ def loss(
         packed = replace(packed, old_log_probs=torch.cat(batch["log_probs"]), rollout_log_probs=packed.old_log_probs)
     candidates = rest = None
     if packed.candidate_ids is not None:
-        rows = torch.cat([chunk for chunk, _ in get_responses(logits, **where)])  # slime scales them by the temperature
-        shards = _vocabulary_group()
-        candidates = log_probs_of(rows, packed.candidate_ids, group=shards)
-        rest = log_rest_of(rows, packed.candidate_ids, group=shards)
+        candidates, rest = (
+            f(rows, packed.candidate_ids, sampling.temperature, shards) for f in (log_probs_of, log_rest_of)
+        )
     value, metrics = tandem_loss(
         log_probs,
         entropy,
@@ -332,8 +430,11 @@ def loss(
         config.opd,
         candidates,
         rest,
+        kl_coef=None if _coef is None else _coef.value,
         sums=partial(_sums, len(seats)),
     )
+    if _coef is not None:
+        _coef.after_micro_batch(metrics["kl"])
     return value, dict(metrics)
 
 

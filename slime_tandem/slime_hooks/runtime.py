@@ -81,7 +81,7 @@ class Runtime:
         Raises DataError for a sample that holds a response by somebody else, EngineError where the response cannot be written
         and `sampling.on_failed_sample` is stop.
         """
-        sampling = sampling_of(sampling_params, self.team.config)
+        sampling = sampling_of(sampling_params, self.team.config, evaluation=evaluation)
         rule = self.team.tandem_rule if tandem else self.team.solo_rule
         prompt = wire.prompt_of(sample)
         if self.team.spellers is not None and tandem and not prompt.messages:
@@ -150,11 +150,17 @@ class Runtime:
         wire.put_scores(sample, scores)
 
 
-def sampling_of(params: Mapping[str, Any], config: RunConfig) -> SamplingConfig:
-    """Our form of slime's sampling parameters; raises ConfigError for one that our requests cannot carry."""
-    known = {name: params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens") if name in params}
+def sampling_of(params: Mapping[str, Any], config: RunConfig, *, evaluation: bool = False) -> SamplingConfig:
+    """Our form of slime's sampling parameters; raises ConfigError for one that our requests cannot carry.
+
+    Training truncates by our `sampling.top_p`, slime's flag is 1 then; evaluations by what slime says of their set.
+    """
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    known = {name: params[name] for name in names if name in params}
+    if not evaluation:
+        known["top_p"] = config.sampling.top_p
     stop = params.get("stop")
-    for name in params.keys() - known.keys() - _EXTRA - {"stop"}:
+    for name in params.keys() - set(names) - _EXTRA - {"stop"}:
         if params[name]:
             expected = "not to be set with slime_tandem's generate"
             raise ConfigError(explain(f"sampling parameter {name}", params[name], expected, "remove its flag"))

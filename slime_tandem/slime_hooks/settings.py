@@ -21,7 +21,6 @@ _FROM_SLIME: dict[str, str] = {
     "seed": "rollout_seed",
     "models.senior": "hf_checkpoint",
     "sampling.temperature": "rollout_temperature",
-    "sampling.top_p": "rollout_top_p",
     "sampling.top_k": "rollout_top_k",
     "sampling.max_new_tokens": "rollout_max_response_len",
     "sampling.stop": "rollout_stop",
@@ -147,15 +146,8 @@ def check_flags(args: Any, config: RunConfig) -> None:
             raise ConfigError(
                 explain(_flag(name), value, why, "remove it; slime_tandem.objective has what our loss has")
             )
-    for name, usual, why in _OBJECTIVE:
-        value = getattr(config.objective, name)
-        if value != usual:
-            shown = "null" if usual is None else usual
-            raise ConfigError(explain(f"{KEY}.objective.{name}", value, f"{shown} under slime: {why}", "set it"))
-    if config.sampling.truncates:
-        value = {"top_p": config.sampling.top_p, "top_k": config.sampling.top_k}
-        expected = "--rollout-top-p 1 and --rollout-top-k -1: SGLang does not tell what it drew from"
-        raise ConfigError(explain("sampling", value, expected, "set these"))
+    _check_objective(args, config)
+    _check_truncation(args, config, trains=custom_loss and channels)
     if scores_by_id(config) and not getattr(args, "custom_generate_function_path", None):
         raise ConfigError(
             explain(
@@ -186,6 +178,59 @@ def check_flags(args: Any, config: RunConfig) -> None:
     if channels and config.objective.kl_coef > 0 and not getattr(args, "use_kl_loss", True):
         expected = "set with slime_tandem.objective.kl_coef above 0, it makes slime compute the reference's log-probs"
         raise ConfigError(explain("--use-kl-loss", False, expected, "add it, and --ref-load"))
+    whole_rows = config.sampling.truncates or (opd and config.opd.signal != "sampled")
+    if channels and whole_rows and getattr(args, "allgather_cp", False):
+        expected = (
+            "not to be set where whole rows of logits are read: those of a rank are not the tokens of its channels"
+        )
+        raise ConfigError(explain("--allgather-cp", True, expected, "remove it, or set opd.signal=sampled"))
+
+
+def _check_objective(args: Any, config: RunConfig) -> None:
+    """Refuse settings of the objective that slime's trainer has no place for."""
+    o = config.objective
+    if o.kl_in != "loss":
+        expected = "loss under slime: rewards are final, and centred by group, before the trainer scores anything"
+        raise ConfigError(explain(f"{KEY}.objective.kl_in", o.kl_in, expected, "set it"))
+    if o.kl_target is not None and o.kl_guard == "skip_updates":
+        expected = "double or stop under slime: its trainer takes every step of a rollout"
+        raise ConfigError(explain(f"{KEY}.objective.kl_guard", o.kl_guard, expected, "set it"))
+    if o.kl_target is not None and getattr(args, "recompute_loss_function", False):
+        expected = "not to be set with objective.kl_target: the KL of a micro-batch would count twice"
+        raise ConfigError(explain("--recompute-loss-function", True, expected, "remove it"))
+
+
+def _check_truncation(args: Any, config: RunConfig, *, trains: bool) -> None:
+    """Refuse truncated sampling that the trainer would not find again, or that slime does its own way."""
+    s = config.sampling
+    if (top_p := getattr(args, "rollout_top_p", 1.0)) != 1.0:
+        expected = (
+            f"1: with less slime takes samples only with every token's kept ids; ours goes by {KEY}.sampling.top_p"
+        )
+        raise ConfigError(explain("--rollout-top-p", top_p, expected, f"move it to {KEY}.sampling.top_p"))
+    if not s.truncates:
+        return
+    value = {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+    if not trains:
+        expected = "top_p 1, top_k -1, min_p 0 with slime's own loss, which has the ratio of the full distribution"
+        raise ConfigError(explain("sampling", value, expected, "name our hooks (docs/slime.md)"))
+    if s.truncation_replay != "recompute":
+        expected = "recompute under slime: SGLang does not tell what it drew from"
+        raise ConfigError(explain(f"{KEY}.sampling.truncation_replay", s.truncation_replay, expected, "set it"))
+    if s.min_p > 0 and s.top_p < 1:
+        expected = "0 with top_p below 1 under slime: SGLang applies min-p after top-p, not before"
+        raise ConfigError(explain(f"{KEY}.sampling.min_p", s.min_p, expected, "set one of the two to its default"))
+    if not getattr(args, "custom_generate_function_path", None):
+        expected = "our generate: slime's own requests truncate by its flags alone"
+        raise ConfigError(explain("--custom-generate-function-path", None, expected, "name it"))
+    if not getattr(args, "custom_megatron_before_train_step_hook_path", None):
+        expected = "our hook, it finds the log-probs of the truncated distribution"
+        raise ConfigError(explain("--custom-megatron-before-train-step-hook-path", None, expected, "name it"))
+    if getattr(args, "use_routing_replay", False):
+        expected = (
+            "not to be set with truncated sampling: our forward pass before the first step would use up its routes"
+        )
+        raise ConfigError(explain("--use-routing-replay", True, expected, "remove it"))
 
 
 def _refuse_what_needs_our_loss(args: Any, config: RunConfig) -> None:
@@ -240,17 +285,13 @@ _OF_OUR_LOSS = (
     "constant_length",
     "kl_coef",
     "lambda_jun",
+    "kl_target",
 )
 """Settings of the objective that our loss alone applies."""
 _OF_OUR_ADVANTAGES = ("baseline", "scale_advantages", "clip_advantages")
 """Those that our `reward_post_process` applies; slime's own can divide by the standard deviation, too."""
 _OF_SLIMES_LOSS = ("entropy_coef", "eps_clip_c", "use_tis", "use_opsm", "custom_pg_loss_reducer_function_path")
 """Flags that slime's policy loss alone applies."""
-_OBJECTIVE: tuple[tuple[str, object, str], ...] = (
-    ("kl_in", "loss", "rewards are final before the trainer scores anything"),
-    ("kl_target", None, "the coefficient does not adapt there"),
-)
-"""Settings of the objective that the local runtime has and these hooks do not."""
 
 
 def _flag(name: str) -> str:

@@ -57,8 +57,8 @@ _LARGEST_ID = 2**24
 def pack(row: TrainRow, width: int = 0, config: RunConfig | None = None) -> Tensor:
     """The channels [R, 8 + 2 width] of a row, float32: old log-probs, policy-gradient weights, OPD weights, the row's part of
     the OPD denominator (spread over its tokens), teacher log-probs, the row's part of what `objective.reduction` divides by
-    (likewise; None: token_mean), weights of `lambda_jun` and the junior's log-probs; then `width` candidate ids (-1: none) and
-    their log-probs.
+    (likewise; None: token_mean), what the senior did not write (the weights of `lambda_jun`, where it is on) and the
+    junior's log-probs; then `width` candidate ids (-1: none) and their log-probs.
 
     Raises DataError for a number that float32 or slime's casts would change: not finite, or an id of 2^24 and more.
     """
@@ -67,6 +67,8 @@ def pack(row: TrainRow, width: int = 0, config: RunConfig | None = None) -> Tens
     columns = (row.old_log_probs, row.weights, row.opd_weights, np.full(R, row.opd_share / max(R, 1)))
     for column, values in enumerate((*columns, row.teacher_log_probs, _shares(row, config))):
         channels[:, column] = values
+    if row.replayed is not None:
+        channels[:, JUNIOR] = ~row.replayed
     if row.junior_weights is not None:
         assert row.junior_log_probs is not None
         channels[:, JUNIOR] = row.junior_weights

@@ -53,7 +53,7 @@ LAYER_SPEC = ("spec", "layer_spec")
 LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
 """Sections that are told to slime by flags alone: its hooks refuse them in the settings file."""
 _SETTINGS_BY_FLAG = {
-    "sampling": ("temperature", "top_p", "top_k", "max_new_tokens", "stop"),
+    "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
 _FORBIDDEN: dict[str, str] = {
@@ -279,7 +279,7 @@ def _rollout(config: RunConfig) -> list[str]:
     flags = ["--num-rollout", str(t.steps), "--rollout-batch-size", str(t.prompts_per_step)]
     flags += ["--n-samples-per-prompt", str(t.samples_per_prompt), "--num-steps-per-rollout", str(t.updates_per_step)]
     flags += ["--rollout-max-response-len", str(s.max_new_tokens), "--rollout-temperature", _number(s.temperature)]
-    flags += ["--rollout-top-p", _number(s.top_p), "--rollout-top-k", str(s.top_k)]
+    flags += ["--rollout-top-p", "1", "--rollout-top-k", str(s.top_k)]  # top_p stays in our section: docs/slime.md
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
     reward = config.cluster.reward

@@ -69,7 +69,8 @@ def samples(k: int = 0, n: int = 6, lists: bool = False, juniors: bool = False) 
         )  # fmt: skip
         if juniors:
             response = wire.response_of(sample)
-            wire.put_response(sample, replace(response, inserted=()), junior_weight=0.0)
+            seniors = tuple(v if a else v - 0.4 for a, v in zip(authors, response.log_probs, strict=True))
+            wire.put_response(sample, replace(response, inserted=(), senior_log_probs=seniors), junior_weight=0.0)
         mask = rng.random(R) < 0.8
         candidates = top = None
         if k:
@@ -113,7 +114,8 @@ def arguments(n: int = 6, steps: int = 1) -> Namespace:
         custom_advantage_function_path=f"{HOOKS}.advantages", use_rollout_logprobs=True, kl_coef=0.0, use_opd=False,
         normalize_advantages=False, advantage_estimator="grpo", qkv_format="thd", log_multi_turn=False, log_passrate=False,
         log_correct_samples=False, use_wandb=False, use_tensorboard=False, ci_test=False, n_samples_per_prompt=2,
-        rollout_batch_size=n // 2, wandb_always_use_train_step=False,
+        rollout_batch_size=n // 2, wandb_always_use_train_step=False, data_pad_size_multiplier=8, seq_length=64,
+        custom_megatron_before_log_prob_hook_path=None, use_rollout_entropy=False, save=None, load=None, kl_loss_type="k3",
     )  # fmt: skip
 
 

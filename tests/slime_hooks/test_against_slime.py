@@ -43,6 +43,31 @@ def test_slimes_own_functions(part: str, run_there: Callable[..., str]) -> None:
     assert "skipped" not in out
 
 
+@pytest.mark.parametrize("world", [1, 4])
+def test_loss_of_slime_is_the_local_trainers_over_real_ranks(world: int, slime_here, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Every setting of the objective, alone and over data, context and tensor parallel ranks, at 1e-6."""
+    environment = {**slime_here.environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script, store = str(HERE / "real_loss.py"), str(tmp_path / "store")
+    files = [(tmp_path / f"{rank}.log").open("w+") for rank in range(world)]
+    ranks = [
+        subprocess.Popen(
+            [slime_here.python, "-W", "ignore", script, str(rank), str(world), store],
+            env=environment, stdout=files[rank], stderr=subprocess.STDOUT,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        codes = [rank.wait(timeout=600) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    told = [Path(file.name).read_text() for file in files]
+    for file in files:
+        file.close()
+    assert codes == [0] * world, "\n".join(text[-2500:] for text in told)
+    assert all(text.rstrip().endswith("all cases hold") for text in told)
+
+
 def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """slime's unmodified train.py on the CPU with every hook: two steps, then a third from the checkpoint."""
     if not os.environ.get("SLIME_TANDEM_SLIME_TRAIN"):

@@ -98,6 +98,9 @@ def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, 
 def test_slimes_parameters_are_ours_or_refused() -> None:
     config = RunConfig()
     assert runtime.sampling_of({**PARAMS, "stop": "end"}, config) == SamplingConfig(max_new_tokens=12, stop=("end",))
+    cut = RunConfig.load(overrides=["opd.enabled=false", "sampling.top_p=0.5"])
+    assert runtime.sampling_of(PARAMS, cut).top_p == 0.5, "slime's flag is 1"
+    assert runtime.sampling_of({**PARAMS, "top_p": 0.7}, cut, evaluation=True).top_p == 0.7
     with pytest.raises(ConfigError, match=r"sampling parameter repetition_penalty=1\.1"):
         runtime.sampling_of({**PARAMS, "repetition_penalty": 1.1}, config)
 

@@ -84,7 +84,8 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
     ("flags", "message"),
     [
         ({"rollout_temperature": 0.7}, "temperature 1"),
-        ({"rollout_top_p": 0.9}, "top_p=1"),
+        ({"rollout_top_p": 0.9}, r"--rollout-top-p=0\.9: expected 1.*kept ids"),
+        ({"rollout_top_k": 5}, "top_k=-1"),
         ({"use_opd": True}, "--use-opd=True.*twice"),
         ({"loss_type": "policy_loss"}, "--loss-type='policy_loss': expected custom_loss"),
         ({"custom_advantage_function_path": None}, "--custom-advantage-function-path=None"),
@@ -104,15 +105,62 @@ def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], 
         settings(arguments(**flags))
 
 
-@pytest.mark.parametrize(("name", "value"), [("kl_in", "reward"), ("kl_target", 0.1)])
-def test_what_the_hooks_do_not_do_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"slime_tandem\.objective\.{name}={value!r}.*under slime"):
-        settings(arguments({"objective": {name: value, "kl_coef": 0.1}}))
+@pytest.mark.parametrize(
+    ("objective", "flags"),
+    [
+        ({"ratio": "sequence"}, {}),
+        ({"reduction": "sequence_mean"}, {}),
+        ({"lambda_jun": 0.1}, {}),
+        ({"rollout_weights": "truncated"}, {"use_rollout_logprobs": False}),
+        ({"kl_coef": 0.1, "kl_target": 0.02, "kl_guard": "stop"}, {}),
+    ],
+)
+def test_settings_of_our_loss_go_with_it_alone(objective: dict[str, Any], flags: dict[str, Any]) -> None:
+    section = {"objective": objective, "opd": {"enabled": False}}
+    settings(arguments(section, **flags))
+    with pytest.raises(ConfigError, match=r"slime_tandem\.objective\.\w+=.*slime's own loss"):
+        settings(arguments(section, loss_type="policy_loss", custom_advantage_function_path=None, **flags))
 
 
-def test_truncated_sampling_is_refused_without_a_teacher_too() -> None:
-    with pytest.raises(ConfigError, match="--rollout-top-p 1"):
-        settings(arguments({"opd": {"enabled": False}}, rollout_top_p=0.9))
+KL = {"kl_coef": 0.1, "kl_target": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("objective", "flags", "message"),
+    [
+        ({"kl_coef": 0.1, "kl_in": "reward"}, {}, r"kl_in='reward'.*before the trainer"),
+        ({**KL, "kl_guard": "skip_updates"}, {}, r"kl_guard='skip_updates'.*every step"),
+        (KL, {"recompute_loss_function": True}, "--recompute-loss-function.*twice"),
+    ],
+)
+def test_what_slime_cannot_do_is_refused(objective: dict[str, Any], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(arguments({"objective": objective}, **flags))
+
+
+CUT = {"custom_generate_function_path": "g", "custom_megatron_before_train_step_hook_path": "b"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "flags", "message"),
+    [
+        ({"top_p": 0.9, "truncation_replay": "kept_ids"}, {}, "truncation_replay='kept_ids'.*SGLang does not tell"),
+        ({"min_p": 0.1}, {}, "min-p after top-p"),
+        ({}, {"custom_generate_function_path": None}, "--custom-generate-function-path=None"),
+        ({}, {"custom_megatron_before_train_step_hook_path": None}, "--custom-megatron-before-train-step-hook-path"),
+        ({}, {"use_routing_replay": True}, "--use-routing-replay"),
+        ({}, {"allgather_cp": True}, "--allgather-cp"),
+        ({}, {"loss_type": "policy_loss", "custom_advantage_function_path": None}, "slime's own loss"),
+    ],
+)
+def test_truncated_sampling_needs_what_finds_it_again(
+    sampling: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
+    section = {"opd": {"enabled": False}, "sampling": {"top_p": 0.9, "truncation_replay": "recompute"}}
+    assert settings(arguments(section, rollout_top_k=7, **CUT)).sampling.top_k == 7
+    section["sampling"] |= sampling
+    with pytest.raises(ConfigError, match=message):
+        settings(arguments(section, **{**CUT, **flags}))
 
 
 def test_what_some_settings_need_of_the_flags() -> None:
@@ -120,6 +168,10 @@ def test_what_some_settings_need_of_the_flags() -> None:
     with pytest.raises(ConfigError, match="--use-kl-loss"):
         settings(arguments(kl, use_kl_loss=False))
     assert settings(arguments(kl, use_kl_loss=True)).objective.kl_coef == 0.1
+    divergence = {"opd": {"signal": "reverse_kl"}}
+    settings(arguments(divergence, tensor_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="--allgather-cp"):
+        settings(arguments(divergence, allgather_cp=True))
 
 
 @pytest.mark.parametrize("kind", ["truncated", "masked"])

@@ -71,6 +71,15 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
     assert RunConfig.from_mapping(settings[SETTINGS_KEY]).objective == config.objective
 
 
+def test_truncation_is_ours_and_slimes_nucleus_is_whole(sized: Sized, tmp_path: Path) -> None:
+    sampling = {"top_p": 0.9, "top_k": 20, "truncation_replay": "recompute"}
+    launch = plan(sized(sampling=sampling, opd={"enabled": False}), tmp_path / "launch")
+    flags = dict(split(launch.flags))
+    assert (flags["--rollout-top-p"], flags["--rollout-top-k"]) == (["1"], ["20"])
+    settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])[SETTINGS_KEY]
+    assert settings["sampling"] == {"top_p": 0.9, "truncation_replay": "recompute"}
+
+
 def test_prompts_are_those_of_the_local_run(sized: Sized, tmp_path: Path) -> None:
     config = sized(eval={"every": 1, "prompts": 4}, train={"steps": 2})
     launch = plan(config, tmp_path)
@@ -167,7 +176,7 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"cluster": {"host_memory_gib": 16}}, "main memory of a machine, GiB="),
         ({"control": True}, "control"),
         ({"objective": {"kl_in": "reward", "kl_coef": 0.1}}, r"objective\.kl_in='reward'.*under slime"),
-        ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, r"sampling=.*'top_p': 0\.9"),
+        ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, "truncation_replay='kept_ids'.*recompute"),
         ({"train": {"steps": 0}}, "train.steps"),
     ],
 )
