@@ -22,6 +22,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -363,9 +364,14 @@ def main() -> None:
     parser.add_argument("--out", help="also append the rows to this file")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
+    if min(args.rounds, args.repeats, *args.new, *args.concurrency) < 1:
+        parser.error("--rounds, --repeats, --new, --concurrency: expected numbers above 0")
     if args.cells:
-        cells = [tuple(int(x) for x in cell.replace("@", "x").split("x")) for cell in args.cells]
-        args.cells = [(c[0], c[1], c[1] * (c[2] if len(c) > 2 else 1)) for c in cells]
+        found = [(cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?", cell)) for cell in args.cells]
+        if wrong := [cell for cell, match in found if match is None]:
+            parser.error(f"--cells {wrong[0]}: expected TOKENS@CONCURRENCY or TOKENS@CONCURRENCYxROUNDS, all above 0")
+        cells = [[int(x or 1) for x in match.groups()] for _, match in found if match]
+        args.cells = [(length, at_once, at_once * rounds) for length, at_once, rounds in cells]
     else:
         args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]

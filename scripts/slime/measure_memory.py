@@ -82,12 +82,23 @@ def allocated(arch, tensor_parallel):
     return found
 
 
+def case_of(text):
+    """(architecture, tensor parallel size, ranks) of SIZE:TENSOR_PARALLEL:RANKS; ArgumentTypeError for what cannot be built."""
+    name, *numbers = text.split(":")
+    if name not in PUBLISHED or len(numbers) != 2 or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected SIZE:TENSOR_PARALLEL:RANKS, of {', '.join(PUBLISHED)}")
+    arch, tp, world = PUBLISHED[name], *map(int, numbers)
+    if world % tp or any(n % tp for n in (arch.num_heads, arch.num_kv_heads, arch.ffn_size, arch.vocab_size)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a tensor parallel size that divides ranks, heads and vocabulary"
+        )
+    return text, arch, tp, world
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", nargs="+", help="SIZE:TENSOR_PARALLEL:RANKS")
-    for case in parser.parse_args().case:
-        name, tensor_parallel, ranks = case.split(":")
-        arch, tp, world = PUBLISHED[name], int(tensor_parallel), int(ranks)
+    parser.add_argument("case", nargs="+", type=case_of, help="SIZE:TENSOR_PARALLEL:RANKS")
+    for case, arch, tp, world in parser.parse_args().case:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         torch.cuda.current_device = lambda: torch.device("meta")
         with _OnNothing():

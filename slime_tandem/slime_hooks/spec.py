@@ -111,6 +111,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         The gradients of gathered keys and values are summed over the ranks on their way back.
         """
         size, rank = self.ranks.size(), self.ranks.rank()
+        for n in lengths:
+            if n % (2 * size):  # the padding behind the last sequence: a rank's share of it has no middle
+                expected = f"a multiple of {2 * size}, twice the context parallel size"
+                raise ConfigError(
+                    explain("tokens of a packed sequence", n, expected, "make --data-pad-size-multiplier even")
+                )
         everyones = [
             gather_from_sequence_parallel_region(x.contiguous(), group=self.ranks).unflatten(0, (size, -1))
             for x in (key, value)

@@ -24,6 +24,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.types import Sample
 
 from slime_tandem.config import RunConfig
+from slime_tandem.errors import TeacherScoreError
 from slime_tandem.local.batches import TrainRow, build_rows
 from slime_tandem.local.trainer import Trainer
 from slime_tandem.objective.logprobs import token_log_probs
@@ -254,7 +255,11 @@ CASES = [
     ((2, 2), 0, ["objective.rollout_weights=truncated", "objective.rollout_weight_max=1.5"]),
     ((2, 1), 0, ["objective.rollout_weights=masked", "objective.reduction=sequence_mean"]),
     ((1, 2), 3, ["objective.rollout_weights=masked", "opd.signal=jsd", "opd.top_k=3"]),
-]
+    ((2, 2), 0, ["objective.reduction=constant", "objective.constant_length=7", "opd.on_failed_sample=drop_sample"]),
+    ((2, 1), 3, ["opd.on_failed_sample=drop_sample", "opd.signal=forward_kl", "opd.top_k=3", "objective.ratio=sequence",
+                 "objective.reduction=sequence_mean", "objective.lambda_jun=0.5", "tandem.junior_token_loss_weight=0.5"]),
+    ((2, 1), 0, ["opd.on_failed_sample=drop_opd", "objective.ratio=sequence", "tandem.junior_token_loss_weight=0.01"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "k", "overrides"), CASES)
@@ -263,10 +268,14 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
 ) -> None:
     """The whole way: samples, conversion, advantages, post-processing, log, micro-batches, slime's loss function, gradient."""
     words = " ".join(overrides)
-    (dp, cp), made = ranks, samples(k, lists="selector" in words, juniors="lambda_jun" in words)
+    (dp, cp), made = ranks, samples(k, lists="selector" in words, juniors="jun" in words)
     c = config(*overrides)
+    if "failed" in words:
+        for s in (made[1], made[4]):
+            wire.put_scores(s, TeacherScoreError("no answer"))
+    kept = [s for s in made if "drop_sample" not in words or wire.scores_of(s)[0] is not None]
     rows, _ = build_rows([hooks._scored(s, None, c) for s in made], c)
-    indices = [s.index for s in made]
+    indices = [s.index for s in kept]
     as_local = local_rows(rows, indices, c)
     expected, told, gradients = local_loss(as_local, indices, c)
     args = arguments()
@@ -480,6 +489,21 @@ def test_spec_has_transformer_engines_names_and_hugging_faces_logits(
         found = model(ids[None], positions, None, packed_seq_params=packed)
         wanted = torch.cat([hf(part[None]).logits[0] for part in ids.split(lengths)])
     assert torch.allclose(found[0], wanted, atol=2e-5), float((found[0] - wanted).abs().max())
+
+
+def test_spec_padding_that_a_rank_cannot_halve_is_named() -> None:
+    """slime pads to --data-pad-size-multiplier tokens a rank: an odd one leaves a token that no piece has."""
+    from slime_tandem.errors import ConfigError
+    from slime_tandem.slime_hooks.spec import CausalAttention
+
+    attention = CausalAttention.__new__(CausalAttention)
+    torch.nn.Module.__init__(attention)
+    object.__setattr__(attention, "ranks", Namespace(size=lambda: 2, rank=lambda: 0))
+    rows = torch.zeros(3, 1, 4)
+    with pytest.raises(
+        ConfigError, match=r"tokens of a packed sequence=2: expected a multiple of 4.*pad-size-multiplier"
+    ):
+        next(attention._pieces(rows, rows, rows, [4, 2]))
 
 
 def test_spec_cut_by_context_or_tensor_is_the_whole_model(tmp_path: Path) -> None:
