@@ -30,10 +30,11 @@ from slime_tandem.slime_hooks import hooks
 N = 8
 ONE, FOUR = [(1, 1, 1)], [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
 """Data, context and tensor parallel."""
+JUNIORS = "tandem.junior_token_loss_weight=0.5"
 RECOMPUTED = ["opd.enabled=false", "sampling.truncation_replay=recompute"]
 CASES: list[tuple[int, list[str]]] = [
     (0, ["objective.scale_advantages=std"]),
-    (0, ["tandem.junior_token_loss_weight=0.5", "objective.lambda_jun=0.3"]),
+    (0, [JUNIORS, "objective.lambda_jun=0.3"]),
     (0, ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=4"]),
     (0, ["objective.reduction=sequence_mean", "objective.ratio=sequence", "objective.dual_clip=3"]),
     (0, ["objective.reduction=constant", "objective.surrogate=cispo", "objective.ratio=sequence"]),
@@ -41,7 +42,7 @@ CASES: list[tuple[int, list[str]]] = [
     (0, ["objective.rollout_weights=masked", "objective.reduction=sequence_mean", "objective.rollout_weight_max=3.0"]),
     (0, ["objective.kl_coef=0.1", "objective.kl_target=0.5", "objective.reduction=sequence_mean"]),
     (0, [*RECOMPUTED, "sampling.top_p=0.7", "sampling.temperature=0.8"]),
-    (0, [*RECOMPUTED, "sampling.top_k=5", "objective.ratio=sequence", "objective.kl_coef=0.1"]),
+    (0, [*RECOMPUTED, "sampling.top_k=5", "objective.ratio=sequence", "objective.kl_coef=0.1", JUNIORS]),
     (3, ["opd.signal=jsd", "opd.top_k=3"]),
     (3, ["opd.signal=reverse_kl", "opd.top_k=3", "opd.position_discount=0.9", "objective.reduction=constant"]),
     (3, ["opd.signal=forward_kl", "opd.top_k=3", "objective.lambda_jun=0.2"]),
