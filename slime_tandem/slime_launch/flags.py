@@ -62,7 +62,7 @@ _FORBIDDEN: dict[str, str] = {
     "--normalize-advantages": "whitening behind the advantages would undo groups and weights",
     "--calculate-per-token-loss": "our terms are means over weights already",
     "--use-opd": "the teacher's signal would be applied twice, opd.enabled does it",
-    "--use-tis": "our loss has the ratio to the policy that sampled",
+    "--use-tis": "our loss does not read it, objective.rollout_weights does it",
     "--prefill-num-servers": "the models are in --sglang-config",
     "--rollout-external-engine-addrs": "slime takes no --sglang-config with it; name servers of your own by engine.*_url",
 }
