@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""slime's own train.py, unmodified, with Tandem RL, distillation from another vocabulary and a token mask; on one GPU or a CPU.
+"""slime's own train.py, unmodified, with Tandem RL, distillation from another vocabulary and a token mask; on GPUs or a CPU.
 
     scripts/slime/real_run.py --slime SLIME --megatron MEGATRON --models TRIO --prompts FILE --work DIR [--cpu] [--fused]
 
