@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs several methods over several seeds and compares them. Everything by environment variable:
 #   METHOD_LIST          entries method:ratio:idx, separated by blanks; the methods are listed in slime_tandem/local/suite.py
-#   SEEDS                e.g. "0 1 2"
+#   SEEDS                e.g. "0 1" (default: "0 1 2")
 #   NUM_ROLLOUT          rollouts (steps) per run; default: the configuration's
-#   OPD_TOPK_METRICS_K   length of student's and teacher's lists (opd.selection.top_k)
+#   OPD_TOPK_METRICS_K   length of student's and teacher's lists, opd.selection.top_k (default: 16)
 #   OUTPUT_ROOT          folder of the suite; a half-done suite there is gone on with
-#   CONFIG               base configuration
-#   BACKEND              local, or slime: STUDENT_HF, TEACHER_MODEL, TEACHER_URL (a running server of it), JUNIOR_MODEL (tandem methods),
+#   CONFIG               base configuration (default: configs/methods.yaml; slime: configs/slime_opd.yaml)
+#   BACKEND              local (default), or slime: STUDENT_HF, TEACHER_MODEL, TEACHER_URL (a running server of it), JUNIOR_MODEL (tandem methods),
 #                        PROMPT_DATA, and what slime_lib.sh lists
 #   DRY_RUN=1            prints what would be run
 # Arguments are settings of all runs, e.g. opd.selection.missing_mass=rest. A tandem suite:
