@@ -1,0 +1,64 @@
+"""Run by test_prefill_graph.py in SGLang's Python: the replay of a prefill graph, played without a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from slime_tandem.engines.fused import prefill_graph
+from slime_tandem.engines.fused.model import stack_junior
+
+
+def replay(broken: bool) -> Any:
+    """As SGLang does: a batch built anew goes to the model, an output built anew comes back."""
+    live, static = SimpleNamespace(rids=["a"]), SimpleNamespace(rids=None)
+
+    def execute(self: Any, batch: Any, **kwargs: Any) -> Any:
+        assert kwargs == {"more": 1}
+        assert prefill_graph.scheduled(static).rids == ["a"]
+        prefill_graph.keep(SimpleNamespace(customized_info={"codes": 7}))
+        if broken:
+            raise RuntimeError("no replay")
+        return SimpleNamespace(customized_info=None)
+
+    return prefill_graph._execute(execute, None, live, more=1)
+
+
+assert replay(broken=False).customized_info == {"codes": 7}
+try:
+    replay(broken=True)
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("hides an error")
+plain = SimpleNamespace(rids=["b"], customized_info={"codes": 1})
+assert prefill_graph.scheduled(plain) is plain, "what is not replayed is its own batch, after an error too"
+prefill_graph.keep(plain)
+
+
+class Layers(torch.nn.Module):
+    """The loop of SGLang's models over their own layers."""
+
+    def __init__(self, factors: list[float]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in factors])
+        self.end_layer = len(factors)
+        for layer, factor in zip(self.layers, factors, strict=True):
+            torch.nn.init.constant_(layer.weight, factor)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        for i in range(self.end_layer):
+            x = self.layers[i](x)
+        return x
+
+
+senior, junior = Layers([2.0, 3.0]), Layers([5.0])
+names = [name for name, _ in senior.named_parameters()]
+stack_junior(senior, junior)
+x = torch.ones(1, 1)
+assert [float(y) for y in senior(x, x, None)] == [6.0, 5.0], "each runs its own layers"
+assert [float(layer.weight) for layer in senior.layers] == [2.0, 3.0, 5.0], "in the order of the KV layers"
+assert [name for name, _ in senior.named_parameters()] == names, (
+    "weights keep their names, and the junior is no submodule"
+)
+print("all cases hold")
