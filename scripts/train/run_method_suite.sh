@@ -13,6 +13,11 @@
 #   METHOD_LIST="solo_grpo:1.0:10 tandem_word:0.5:20 tandem_word:0.25:21 tandem_sentence:0.5:30" bash scripts/train/run_method_suite.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+# What is relative is so to the caller's folder; the rest of this script stands in the repository.
+if [[ -n "${OUTPUT_ROOT:-}" ]]; then OUTPUT_ROOT="$(realpath -ms -- "$OUTPUT_ROOT")"; fi
+for name in CONFIG PROMPT_DATA STUDENT_HF TEACHER_MODEL JUNIOR_MODEL; do
+  if [[ -e "${!name:-}" ]]; then printf -v "$name" '%s' "$(realpath -s -- "${!name}")"; fi
+done
 METHOD_LIST="${METHOD_LIST:-pure_opd:1.0:10 teachability:0.10:20 entropy:0.10:30 teachability_entropy:0.10:40 tip:0.10:50}"
 OUTPUT_ROOT="${OUTPUT_ROOT:-runs/methods}"
 BACKEND="${BACKEND:-local}"

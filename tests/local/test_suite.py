@@ -199,17 +199,21 @@ def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:
         (venv / "bin" / name).chmod(0o755)
     variables = {
         "METHOD_LIST": "tip:0.10:30 random:0.10:40", "SEEDS": "3 4", "NUM_ROLLOUT": "5", "OPD_TOPK_METRICS_K": "8",
-        "DRY_RUN": "1", "VENV": str(venv), "OUTPUT_ROOT": str(tmp_path / "out"),
+        "DRY_RUN": "1", "VENV": str(venv), "OUTPUT_ROOT": "out", "CONFIG": "mine.yaml",
     }  # fmt: skip
+    (tmp_path / "mine.yaml").touch()
     script = REPO / "scripts/train/run_method_suite.sh"
     done = subprocess.run(
         ["bash", script, "opd.selection.missing_mass=rest"],
         capture_output=True,
         text=True,
+        cwd=tmp_path,
         env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr
     called = next(line for line in done.stdout.splitlines() if line.startswith("called suite"))
+    assert f"suite {tmp_path / 'out'} " in called, "relative to the caller's folder"
+    assert str(tmp_path / "mine.yaml") in called
     for part in ("--methods tip:0.10:30 random:0.10:40 --seeds 3 4", "--top-k 8", "--backend local", "--dry-run"):
         assert part in called
     assert "--set train.steps=5 opd.selection.missing_mass=rest" in called
