@@ -191,10 +191,12 @@ def _check_objective(args: Any, config: RunConfig) -> None:
     o = config.objective
     if o.kl_in != "loss":
         expected = "loss under slime: rewards are final, and centred by group, before the trainer scores anything"
-        raise ConfigError(explain(f"{KEY}.objective.kl_in", o.kl_in, expected, "set it"))
+        raise ConfigError(explain(f"{KEY}.objective.kl_in", o.kl_in, expected, "set objective.kl_in=loss"))
     if o.kl_target is not None and o.kl_guard == "skip_updates":
         expected = "double or stop under slime: its trainer takes every step of a rollout"
-        raise ConfigError(explain(f"{KEY}.objective.kl_guard", o.kl_guard, expected, "set it"))
+        raise ConfigError(
+            explain(f"{KEY}.objective.kl_guard", o.kl_guard, expected, "set objective.kl_guard=double or stop")
+        )
     if o.kl_target is not None and getattr(args, "recompute_loss_function", False):
         expected = "not to be set with objective.kl_target: the KL of a micro-batch would count twice"
         raise ConfigError(explain("--recompute-loss-function", True, expected, "remove it"))
@@ -216,7 +218,14 @@ def _check_truncation(args: Any, config: RunConfig, *, trains: bool) -> None:
         raise ConfigError(explain("sampling", value, expected, "name our hooks (docs/slime.md)"))
     if s.truncation_replay != "recompute":
         expected = "recompute under slime: SGLang does not tell what it drew from"
-        raise ConfigError(explain(f"{KEY}.sampling.truncation_replay", s.truncation_replay, expected, "set it"))
+        raise ConfigError(
+            explain(
+                f"{KEY}.sampling.truncation_replay",
+                s.truncation_replay,
+                expected,
+                "set sampling.truncation_replay=recompute",
+            )
+        )
     if s.min_p > 0 and s.top_p < 1:
         expected = "0 with top_p below 1 under slime: SGLang applies min-p after top-p, not before"
         raise ConfigError(explain(f"{KEY}.sampling.min_p", s.min_p, expected, "set one of the two to its default"))
