@@ -36,6 +36,7 @@ esac
 run=$work/run-$name
 nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits --loop=2 > "$out/$mode-memory.csv" &
 sampler=$!
+trap 'kill "$sampler" 2>/dev/null' EXIT # also where a time limit ends this script
 python3 -W ignore "$work/source/repo/scripts/slime/real_run.py" --slime "$work/source/slime" --megatron "$work/source/Megatron-LM" \
   --models "$work/source/models" --prompts "$work/source/prompts.jsonl" --work "$run" --limit 540 "${more[@]}" "$@"
 code=$?
