@@ -126,13 +126,18 @@ def served(
         time.sleep(2)  # until the driver has the memory back
 
 
+class FixedLength(GenerateRequest):
+    """A request that an end-of-sequence id does not end: dummy weights draw one now and then."""
+
+    def sampling_params(self) -> dict[str, Any]:
+        return {**super().sampling_params(), "ignore_eos": True}
+
+
 def requests(args: argparse.Namespace, count: int, rule: HandoffRule | None, length: int) -> list[GenerateRequest]:
     rng = random.Random(count)
     handoffs = [None] * count if rule is None else [handoff_of(rule, author_key(key(i))) for i in range(count)]
     return [
-        GenerateRequest(
-            f"r{i}", tuple(rng.randrange(PROMPT_IDS) for _ in range(args.prompt)), length, handoff=handoffs[i]
-        )
+        FixedLength(f"r{i}", tuple(rng.randrange(PROMPT_IDS) for _ in range(args.prompt)), length, handoff=handoffs[i])
         for i in range(count)
     ]
 
@@ -211,6 +216,7 @@ def measure(
             seconds = statistics.median(s for s, _ in runs)
             results = next(r for s, r in runs if s == statistics.median_low(s for s, _ in runs))
             written = sum(len(r.output_ids) for r in results)
+            assert written == count * length, f"{written} tokens of {count} x {length}: a response ended early"
             row: dict[str, Any] = {
                 "engine": name,
                 "prob_senior": prob,
