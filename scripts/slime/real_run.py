@@ -170,7 +170,10 @@ def slime_flags(a, config):
         "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(512, positions),
         "--sglang-server-concurrency", 128, "--sglang-log-level", "warning", *sglang,
     ]  # fmt: skip
-    if not a.standard_spec:
+    if a.standard_spec:
+        # Megatron's output layer would need Apex for it (tensor_parallel/layers.py:940).
+        out += ["--no-gradient-accumulation-fusion"]
+    else:
         out += [
             "--spec", "slime_tandem.slime_hooks.spec", "layer_spec", "--transformer-impl", "local",
             "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
