@@ -46,6 +46,7 @@ def arguments():
     )
     parser.add_argument("--set", nargs="*", default=[], help="settings of slime_tandem, key=value")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the trainer")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the trainer")
     parser.add_argument("--cp", type=int, default=1, help="context parallel size of the trainer")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of the trainer")
     parser.add_argument("--rollout-gpus", type=int, help="GPUs of the senior, an engine each; default: as the trainer")
@@ -140,7 +141,7 @@ def slime_flags(a, config):
         "--save-interval", a.save_interval, *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
-        "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", 1, "--context-parallel-size", a.cp,
+        "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", a.pp, "--context-parallel-size", a.cp,
         "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
         *(("--sequence-parallel",) if a.tp > 1 else ()),
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
