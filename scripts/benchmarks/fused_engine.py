@@ -323,7 +323,7 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
     def speed(engine: str, length: int, concurrency: int, prob: float | None = None) -> float:
         same = (engine, length, concurrency, prob)
         return next(
-            (r["tokens_per_s"] for r in rows
+            (r["tokens_per_s"] for r in reversed(rows)
              if "new_tokens" in r and (r["engine"], r["new_tokens"], r["concurrency"], r["prob_senior"]) == same), float("nan"),
         )  # fmt: skip
 
@@ -360,7 +360,7 @@ def main() -> None:
         "--two-servers", type=int, default=0, help="also two servers, for cells of at most so many tokens"
     )
     parser.add_argument(
-        "--only", choices=("fused", "solo"), help="leave the other out; its rows come from an earlier --out"
+        "--only", choices=("fused", "solo"), help="leave the other out; the table takes its rows from the file of --out"
     )
     parser.add_argument("--profile", type=int, help="profile decode steps at this concurrency")
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
@@ -383,6 +383,8 @@ def main() -> None:
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule("word", 0.5, CAP, 16, table())
     rows: list[dict[str, Any]] = []
+    if args.only and args.out and Path(args.out).exists():
+        rows = [json.loads(line) for line in Path(args.out).read_text(encoding="utf-8").splitlines()]
     with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="fused-benchmark-") as temporary:
         work = Path(temporary)
         logs = args.logs or work
