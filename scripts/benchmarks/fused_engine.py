@@ -215,8 +215,11 @@ def measure(
             runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(args.repeats)]
             seconds = statistics.median(s for s, _ in runs)
             results = next(r for s, r in runs if s == statistics.median_low(s for s, _ in runs))
-            written = sum(len(r.output_ids) for r in results)
-            assert written == count * length, f"{written} tokens of {count} x {length}: a response ended early"
+            if short := [len(r.output_ids) for _, found in runs for r in found if len(r.output_ids) != length]:
+                raise SystemExit(
+                    f"{name}: {len(short)} responses ended early, at {sorted(short)[:5]} tokens of {length}"
+                )
+            written = count * length
             row: dict[str, Any] = {
                 "engine": name,
                 "prob_senior": prob,

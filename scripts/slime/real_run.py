@@ -171,13 +171,12 @@ def slime_flags(a, config):
         "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(512, positions),
         "--sglang-server-concurrency", 128, "--sglang-log-level", "warning", *sglang,
     ]  # fmt: skip
-    if a.standard_spec:
-        # Megatron's output layer would need Apex for it (tensor_parallel/layers.py:940).
-        out += ["--no-gradient-accumulation-fusion"]
-    else:
+    # Megatron's output layer would need Apex for it, with either spec (tensor_parallel/layers.py:940).
+    out += ["--no-gradient-accumulation-fusion"]
+    if not a.standard_spec:
         out += [
             "--spec", "slime_tandem.slime_hooks.spec", "layer_spec", "--transformer-impl", "local",
-            "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion",
+            "--no-persist-layer-norm", "--no-rope-fusion",
             "--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion",
             "--cp-comm-type", "all_gather",
         ]  # fmt: skip
