@@ -38,6 +38,7 @@ from typing import Any
 from bench_models import QWEN3, SIZES, make_folder
 from tandem_rollout import VARIANTS, make_writers, tandem
 
+from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import environment, override_args, write_tables
 from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
@@ -169,7 +170,7 @@ async def fresh_drive(url: str, jobs: list[GenerateRequest], concurrency: int) -
 
 
 async def two_servers(
-    args: argparse.Namespace, urls: tuple[str, str], name: str, tokens: Any, rows: list[dict[str, Any]]
+    args: argparse.Namespace, urls: tuple[str, str], name: str, tokens: TokenBytes, rows: list[dict[str, Any]]
 ) -> None:
     """The same rule and lengths written by two servers on this card, each cell driven as `engine.tokens_per_request=auto`."""
     rule = HandoffRule("word", 0.5, CAP, 16, boundary_ids("word", tokens.table, tokens.special))
@@ -294,7 +295,12 @@ def gpu_time(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def solo(
-    args: argparse.Namespace, work: Path, pairs: list[tuple[str, str]], logs: Path, rows: list[dict[str, Any]]
+    args: argparse.Namespace,
+    work: Path,
+    pairs: list[tuple[str, str]],
+    logs: Path,
+    tokens: TokenBytes | None,
+    rows: list[dict[str, Any]],
 ) -> None:
     """Each model alone, and with --two-servers every pair's two at once."""
     if args.only == "fused":
@@ -306,20 +312,18 @@ def solo(
             known.add(size)
             measure(args, url, size, None, rows)
 
-    if not args.two_servers:
+    if tokens is None:
         for size in sorted({size for pair in pairs for size in pair}):
             with served(args, work / size, logs / f"{size}.log", None) as url:
                 measure_once(size, url)
         return
-    tokens = ModelTokenizer.load(args.tokenizer).tokens
-    for senior, junior in pairs:
-        with (
-            served(args, work / senior, logs / f"{senior}.log", None, 0.4) as first,
-            served(args, work / junior, logs / f"{junior}-beside.log", None) as second,
-        ):
+    for senior in dict.fromkeys(senior for senior, _ in pairs):  # its server stays up for all its juniors
+        with served(args, work / senior, logs / f"{senior}.log", None, 0.4) as first:
             measure_once(senior, first)
-            measure_once(junior, second)
-            asyncio.run(two_servers(args, (first, second), f"two servers {senior}+{junior}", tokens, rows))
+            for junior in (j for s, j in pairs if s == senior):
+                with served(args, work / junior, logs / f"{junior}-beside.log", None) as second:
+                    asyncio.run(two_servers(args, (first, second), f"two servers {senior}+{junior}", tokens, rows))
+                    measure_once(junior, second)
 
 
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
@@ -385,6 +389,8 @@ def main() -> None:
         args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule("word", 0.5, CAP, 16, table())
+    # Now, not after the fused engines: a folder that will not do costs no run.
+    tokens = ModelTokenizer.load(args.tokenizer).tokens if args.two_servers else None
     rows: list[dict[str, Any]] = []
     if args.only and args.out and Path(args.out).exists():
         rows = [json.loads(line) for line in Path(args.out).read_text(encoding="utf-8").splitlines()]
@@ -408,7 +414,7 @@ def main() -> None:
                 )
                 with served(args, work / senior, logs / f"{senior}+{junior}.log", override) as url:
                     measure(args, url, f"fused {senior}+{junior}", rule, rows)
-        solo(args, work, pairs, logs, rows)
+        solo(args, work, pairs, logs, tokens, rows)
         print_table(pairs, rows)
 
 
