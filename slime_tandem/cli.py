@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -542,8 +543,8 @@ def _convert(args: argparse.Namespace) -> int:
     from slime_tandem.local.torch_dist import find_torch_dist
     from slime_tandem.slime_launch.sizes import read_model_args
 
-    if not args.max_file_gib > 0:
-        raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a number above 0", "e.g. 4"))
+    if not 0 < args.max_file_gib < math.inf:
+        raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a finite number above 0", "e.g. 4"))
     source, like = Path(args.source), None if args.like is None else Path(args.like)
     job = Job(source, Path(args.output), like, args.force, int(args.max_file_gib * 2**30))
     back = find_torch_dist(source) is not None

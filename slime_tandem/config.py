@@ -96,7 +96,9 @@ class TandemConfig(Section):
         description="draw: every run's author by prob_senior; alternate: senior, junior, senior, ... "
         "(chunk and alternating always alternate)",
     )
-    max_gap_tokens: int = Field(32, ge=1, description="a run ends after so many tokens without a boundary")
+    max_gap_tokens: int = Field(
+        32, ge=1, le=2**31 - 1, description="a run ends after so many tokens without a boundary"
+    )
     chunk_size: int = Field(16, ge=1, description="tokens per turn, strategy chunk only")
     boundary_classes: tuple[BoundaryClass, ...] = Field(
         ("space",),

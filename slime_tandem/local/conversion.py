@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_tandem.engines.hf import load_model, read_model_config
+from slime_tandem.engines.weight_files import hf_weight_files, require_listed, require_once
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError, explain, explain_os_error
 from slime_tandem.files import whole_file
 from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
@@ -35,9 +36,7 @@ from slime_tandem.local.convert import (
     build_model,
     check_names_and_shapes,
     hf_recipes,
-    hf_weight_files,
     megatron_recipes,
-    require_listed,
 )
 from slime_tandem.local.megatron_cpu import GPTModel, ensure_initialized
 from slime_tandem.local.policy import COMPANIONS, MegatronPolicy, described_parameters, file_sha256, fsync, load_sharded
@@ -77,7 +76,7 @@ def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
 
     Raises ConfigError for an output that exists, ModelError and CheckpointError for what cannot be converted.
     """
-    _refuse_existing(job)
+    _check_output(job)
     inner = find_torch_dist(job.source)
     if inner is None:
         if job.like is not None:
@@ -102,10 +101,25 @@ def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
     return _to_hf(job, inner, say), inner
 
 
-def _refuse_existing(job: Job) -> None:
-    if job.output.exists() and not job.force:
+def _check_output(job: Job) -> None:
+    """Refuse an output that cannot take a folder's place, or whose replacement would delete what is read."""
+    output = job.output
+    if output.name in ("", ".."):
+        raise ConfigError(explain("output", str(output), "a path that ends in a name", "name a new folder"))
+    for flag, folder in (("source", job.source), ("--like", job.like)):
+        if folder is not None and (
+            output.resolve() == folder.resolve() or output.resolve() in folder.resolve().parents
+        ):
+            raise ConfigError(
+                explain("output", str(output), f"a folder that does not hold {flag} {folder}", "choose another")
+            )
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ConfigError(
-            explain("output", str(job.output), "a path that does not exist yet", "choose another, or pass --force")
+            explain("output", str(output), "a folder, no link and no file", "choose another, or remove this one")
+        )
+    if output.exists() and not job.force:
+        raise ConfigError(
+            explain("output", str(output), "a path that does not exist yet", "choose another, or pass --force")
         )
 
 
@@ -121,6 +135,7 @@ class HfWeights:
         for file in self.files:
             with _opened(file) as weights:
                 for name in weights.keys():  # noqa: SIM118 - no mapping
+                    require_once(file, name, self._file)
                     stored = weights.get_slice(name)
                     self.shapes[name] = tuple(stored.get_shape())
                     self.sizes[name] = _count(self.shapes[name]) * _ITEM_SIZES.get(stored.get_dtype(), 4)
@@ -311,7 +326,7 @@ def slime_command(job: Job, slime: Path | None, model_args: Sequence[str]) -> li
 
     Raises ConfigError where the checkout, Megatron or the model's flags are missing.
     """
-    _refuse_existing(job)
+    _check_output(job)
     back = find_torch_dist(job.source)
     tool = (
         (slime or Path("SLIME_DIR"))
@@ -387,7 +402,7 @@ class _Work:
             old = json.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             old = None
-        if old is not None and old["plan"] == self._record["plan"]:
+        if isinstance(old, dict) and old.get("plan") == self._record["plan"] and isinstance(old.get("done"), dict):
             self._record = old
         else:
             if self.folder.exists():
@@ -425,20 +440,40 @@ class _Work:
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             if error is None:
-                self._file.unlink()
-                output, old = self._job.output, self._job.output.with_name(f".{self._job.output.name}.replaced")
-                if output.exists():
-                    output.rename(old)
-                self.folder.rename(output)
-                if old.exists():
-                    shutil.rmtree(old)
-                fsync(output.parent)
+                self._take_place()
             elif isinstance(error, OSError):
                 raise CheckpointError(explain_os_error(self.folder, error)) from error
-            else:
+            elif isinstance(error, SafetensorError) or "inline_container" in str(error):
+                # What safetensors and torch's writer make of a full disk.
+                told = str(error).splitlines()[0]
+                raise CheckpointError(
+                    explain(
+                        str(self.folder), told, "a disk that takes the files", "free space; the same command goes on"
+                    )
+                ) from error
+            elif self._record["done"]:
                 error.add_note(f"what is done is kept in {self.folder}: the same command goes on from there")
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             self._lock.release()
+
+    def _take_place(self) -> None:
+        """The finished folder becomes the output. A kill at any point leaves what the same command can finish.
+
+        The record goes last: until then a new run finds every file done and comes here again.
+        """
+        output = self._job.output
+        replaced = output.with_name(f".{output.name}.replaced")
+        if output.exists():
+            if replaced.exists():  # of a run that was killed while it removed it
+                shutil.rmtree(replaced)
+            output.rename(replaced)
+        self.folder.rename(output)
+        fsync(output.parent)
+        (output / self._file.name).unlink()
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
 
 def _grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -7,8 +7,7 @@ the Megatron model would not do is refused with the field's name; nothing is dro
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from slime_tandem.engines.weight_files import hf_weight_files, require_listed, require_once
 from slime_tandem.errors import ModelError, explain
 from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, require
 from slime_tandem.local.megatron_cpu import (
@@ -31,8 +31,6 @@ from slime_tandem.local.megatron_cpu import (
 )
 
 StateDict = dict[str, torch.Tensor]
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def transformer_config_from_hf(hf_config: Any) -> TransformerConfig:
@@ -283,40 +281,11 @@ def load_hf_folder(folder: str | Path) -> StateDict:
     files, listed = hf_weight_files(path)
     weights: StateDict = {}
     for file in files:
-        weights |= _read_safetensors(file)
+        for name, weight in _read_safetensors(file).items():
+            require_once(file, name, weights)
+            weights[name] = weight
     require_listed(path, listed, weights)
     return weights
-
-
-def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
-    """The safetensors files of a Hugging Face folder, and the weights that its index lists (none without an index)."""
-    if (path / _WEIGHTS).is_file():
-        return [path / _WEIGHTS], frozenset()
-    if not (path / _INDEX).is_file():
-        remedy = "fetch the weights"
-        if list(path.glob("*.bin")):
-            remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
-        raise ModelError(explain("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy))
-    try:
-        weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(explain(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew")) from error
-    for file in files:
-        if Path(file).name != file or not (path / file).is_file():
-            raise ModelError(
-                explain(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
-            )
-    return [path / file for file in files], frozenset(weight_map)
-
-
-def require_listed(path: Path, listed: Collection[str], weights: Collection[str]) -> None:
-    """Raise ModelError where the shards lack weights that their index lists."""
-    missing = sorted(set(listed) - set(weights))
-    if missing:
-        raise ModelError(
-            explain(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
-        )
 
 
 def _read_safetensors(file: Path) -> StateDict:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import runpy
+import shutil
 import subprocess
 import sys
 import weakref
@@ -175,6 +176,91 @@ def test_nothing_is_overwritten_without_force(make: Make, tmp_path: Path, capsys
     assert "verified: log-probs differ by at most" in capsys.readouterr().out
     assert not (output / "precious").exists()
     assert find_torch_dist(output) == output / "release"
+
+
+def test_an_output_that_holds_what_is_read_is_refused(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replacement would delete the source: a model is lost by one wrong argument."""
+    zoo = tmp_path / "zoo"
+    source = zoo / "model"
+    shutil.copytree(make(), source)
+    before = sorted(p.name for p in source.iterdir())
+    (tmp_path / "link").symlink_to(zoo)
+    (tmp_path / "file").touch()
+    dist = tmp_path / "dist"
+    convert(Job(source, dist), lambda _: None)
+    monkeypatch.chdir(source)
+    for argv, text in (
+        ([str(source), str(source)], "does not hold source"),
+        ([str(source), str(zoo)], "does not hold source"),
+        ([str(source), str(tmp_path / "link" / "model")], "does not hold source"),
+        ([str(dist), str(source), "--like", str(source)], "does not hold --like"),
+        ([str(source), "."], "a path that ends in a name"),
+        ([str(source), "/"], "a path that ends in a name"),
+        ([str(make()), str(tmp_path / "link")], "no link and no file"),
+        ([str(make()), str(tmp_path / "file")], "no link and no file"),
+        ([str(make()), str(tmp_path / "new"), "--max-file-gib", "inf"], "a finite number above 0"),
+    ):
+        assert cli.main(["convert", *argv, "--force"]) == 2, argv
+        assert text in capsys.readouterr().err
+    assert sorted(p.name for p in source.iterdir()) == before
+    assert (tmp_path / "link").is_symlink()
+    assert {p.name for p in tmp_path.iterdir()} == {"zoo", "link", "file", "dist", ".dist.lock"}
+    assert [p.name for p in zoo.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("at", ["removal of the old", "second rename"])
+def test_a_kill_while_the_output_is_exchanged_is_gone_on_with(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """As SIGKILL leaves it: nothing behind that point happens, not even the removal of the record."""
+    output = tmp_path / "dist"
+    for name in ("dist", ".dist.replaced"):  # the second: left by an earlier kill
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    said: list[str] = []
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if path.name.endswith(".converting"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        if at == "second rename":
+            patch.setattr(Path, "rename", stop)
+        else:
+            patch.setattr(conversion.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(Job(make(), output, force=True), said.append)
+    said.clear()
+    convert(Job(make(), output, force=True), said.append)
+    assert not any("starting anew" in line for line in said)
+    assert any("there already" in line for line in said)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".lock") == ["dist"]
+    assert "progress.json" not in {p.name for p in output.iterdir()}
+    convert(Job(output, tmp_path / "back", like=make()), said.append)
+    assert same(make(), tmp_path / "back")
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", '{"plan": 1}', "", "{"])
+def test_a_record_that_is_none_is_begun_anew(make: Make, tmp_path: Path, record: str) -> None:
+    (tmp_path / ".dist.converting").mkdir()
+    (tmp_path / ".dist.converting" / "progress.json").write_text(record)
+    convert(Job(make(), tmp_path / "dist"), lambda _: None)
+    assert find_torch_dist(tmp_path / "dist") == tmp_path / "dist" / "release"
+
+
+def test_what_torchs_writer_says_of_a_full_disk_is_an_error_with_a_remedy(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(conversion, "write_pieces", full)
+    with pytest.raises(CheckpointError, match="a disk that takes the files"):
+        convert(Job(make(), tmp_path / "dist"), lambda _: None)
 
 
 def test_memory_holds_one_parameter_and_its_sources(

@@ -22,6 +22,7 @@ from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
 from slime_tandem.engines.launch import ChildServer
 from slime_tandem.engines.sglang import free_port
+from slime_tandem.engines.weight_files import weight_names
 from slime_tandem.errors import ConfigError, ModelError, explain
 
 PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
@@ -236,6 +237,8 @@ class FusedServer(ChildServer):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
+        for folder in (self.senior, self.junior):
+            weight_names(folder)  # SGLang starts with whatever files are there
         self._flags = ["--model-path", str(self.senior), "--host", host, "--dtype", dtype]
         for flag, value in default_flags(cuda=self._cuda, context=pair.context_length(*self._configs)).items():
             self._flags += [flag] if value is None else [flag, value]

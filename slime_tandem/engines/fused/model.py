@@ -7,6 +7,7 @@ its `tandem` entry (`launch.override_args`) holds the rest.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import io
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_server_args
 
 from slime_tandem.engines.fused import internals, pair, prefill_graph, report
 from slime_tandem.engines.fused.state import Authors
+from slime_tandem.engines.weight_files import hf_weight_files, weight_names
 from slime_tandem.errors import ConfigError, ModelError, explain
 
 internals.require()
@@ -55,6 +58,9 @@ class TandemModel:
         # A buffer: SGLang saves and restores those when it releases and resumes weights.
         self.register_buffer("tandem_tables", load_tables(tandem, senior.vocab_size), persistent=False)  # type: ignore[attr-defined]
         self._junior_folder: str | None = tandem["junior_folder"]
+        # SGLang loads whatever a folder holds and starts. With `dummy` and other formats the first call brings no whole model.
+        self._senior_whole = get_server_args().load_format in ("auto", "safetensors") and quant_config is None
+        self._junior_whole = quant_config is None
         self._authors: Authors | None = None
         self._kept: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
@@ -159,7 +165,8 @@ class TandemModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Plain names load into the senior, names behind `tandem_junior.` into the junior.
 
-        The first call also loads the junior's own folder, unless it brings junior weights.
+        The first call also loads the junior's own folder, unless it brings junior weights. Raises ModelError where a model's
+        own folder then leaves parameters unfilled. Names that no model has are left out, with a line in SGLang's log.
         """
         junior: list[tuple[str, torch.Tensor]] = []
         seen = False
@@ -176,11 +183,40 @@ class TandemModel:
                     self.tandem_junior.load_weights(junior)
                     junior.clear()
 
-        super().load_weights(seniors())  # type: ignore[misc]
+        with _filled("senior", _own_parameters(self) if self._senior_whole else {}):  # type: ignore[arg-type]
+            super().load_weights(seniors())  # type: ignore[misc]
+        self._senior_whole = False
         self.tandem_junior.load_weights(junior)
         if self._junior_folder is not None and not seen:
-            self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
+            with _filled("junior", dict(self.tandem_junior.named_parameters()) if self._junior_whole else {}):
+                self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
         self._junior_folder = None
+
+
+def _own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if not name.startswith(JUNIOR_PREFIX)}
+
+
+@contextlib.contextmanager
+def _filled(role: str, parameters: dict[str, torch.nn.Parameter]) -> Iterator[None]:
+    """Raise ModelError where the block leaves one of the `parameters` unwritten, in whole or in part.
+
+    They are NaN before it: SGLang's `load_weights` says nothing of what is missing, and fuses and shards names on its way.
+    """
+    plain = {n: p for n, p in parameters.items() if p.dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    for parameter in plain.values():
+        parameter.data.fill_(torch.nan)
+    yield
+    empty = [name for name, parameter in plain.items() if parameter.data.isnan().any()]
+    if empty:
+        raise ModelError(
+            explain(
+                f"weights of the {role}",
+                f"{len(empty)} missing or NaN: {', '.join(empty[:3])}",
+                "a finite value for every parameter",
+                "fetch or save the model anew",
+            )
+        )
 
 
 def stack_junior(senior: torch.nn.Module, junior: torch.nn.Module) -> None:
@@ -228,12 +264,8 @@ def _exchange_scores(output: Any, junior_output: Any, scored: list[bool], length
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(explain("junior", str(folder), "a folder with *.safetensors", "save it with save_pretrained"))
-    for file in files:
+    weight_names(folder)
+    for file in hf_weight_files(folder)[0]:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - no mapping
                 yield name, opened.get_tensor(name)

@@ -47,11 +47,20 @@ def _damages(role: str, config: Mapping[str, Any]) -> list[str]:
     names = ["vocab_size", "num_hidden_layers", "num_attention_heads"]
     names += [n for n in ("num_key_value_heads", "head_dim", "max_position_embeddings") if config.get(n) is not None]
     names += [] if config.get("head_dim") else ["hidden_size"]
-    return [
+    faults = [
         explain(f"{role}.{name}", config.get(name), "a whole number above 0 in config.json", "save the model again")
         for name in names
         if type(config.get(name)) is not int or config[name] < 1
     ]
+    faults += [
+        explain(f"{role}.{name}", config[name], "an object or null in config.json", "save the model again")
+        for name in ("rope_scaling", "rope_parameters")
+        if config.get(name) is not None and not isinstance(config[name], Mapping)
+    ]
+    if not faults and config["num_attention_heads"] % kv_heads(config):
+        heads = f"{config['num_attention_heads']} for {kv_heads(config)} KV heads"
+        faults.append(explain(f"{role}.num_attention_heads", heads, "a multiple", "save the model again"))
+    return faults
 
 
 def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> None:

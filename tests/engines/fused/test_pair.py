@@ -46,6 +46,23 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(change: dict[str, A
 
 @pytest.mark.parametrize("role", ["senior", "junior"])
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn': expected an object or null"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: expected an object or null"),
+        ({"num_attention_heads": 3}, "num_attention_heads='3 for 2 KV heads': expected a multiple"),
+    ],
+    ids=str,
+)
+def test_a_config_with_odd_values_is_refused_by_name(role: str, change: dict[str, Any], text: str) -> None:
+    configs = {"senior": SENIOR, "junior": JUNIOR}
+    configs[role] = {**configs[role], **change}
+    with pytest.raises(ModelError, match=rf"{role}\.{text}"):
+        pair.require_fitting(configs["senior"], configs["junior"])
+
+
+@pytest.mark.parametrize("role", ["senior", "junior"])
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("vocab_size", None), ("vocab_size", "100"), ("num_hidden_layers", None), ("num_hidden_layers", 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from slime_tandem.config import RunConfig, SamplingConfig, Strategy
 from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
+from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.engines.protocol import GenerateRequest
-from slime_tandem.errors import EngineRejectedError
+from slime_tandem.errors import EngineRejectedError, EngineUnavailableError
 from slime_tandem.local.team import Team
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
@@ -290,6 +292,28 @@ def test_weight_updates_by_name(
         engine.reference.check(sample)
     for writer in last:
         assert writer.done
+
+
+@pytest.mark.parametrize("role", ["senior", "junior"])
+def test_a_model_with_missing_weights_does_not_start(
+    role: str, sglang_python: str, folders: dict[str, Path], tables: dict[str, frozenset[int]], tmp_path: Path
+) -> None:
+    """One file without index, so that the weights themselves must tell; SGLang alone would start and write nonsense."""
+    pair = {"senior": folders["qwen3-senior"], "junior": folders["qwen3-junior"]}
+    pair[role] = Path(shutil.copytree(pair[role], tmp_path / role))
+    weights = load_file(pair[role] / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]  # a third of a parameter of SGLang's
+    save_file(weights, pair[role] / "model.safetensors", {"format": "pt"})
+    server = FusedServer(
+        pair["senior"], pair["junior"], log_file=tmp_path / "log", tables=list(tables.values()), python=sglang_python,
+        args=("--mem-fraction-static", "0.3", "--max-total-tokens", "1024"),
+    )  # fmt: skip
+    with pytest.raises(EngineUnavailableError), server:
+        pass
+    told = (tmp_path / "log").read_text(errors="replace")
+    assert re.search(rf"weights of the {role}='1 missing or NaN: \S*model.layers.1.self_attn.qkv_proj.weight'", told), (
+        told
+    )
 
 
 @only("engine", ["qwen3"], indirect=True)

@@ -1,0 +1,69 @@
+"""Which files hold a Hugging Face folder's weights, and whether they hold all that the index promises. Reads headers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from slime_tandem.errors import ModelError, explain
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
+    """The safetensors files of a Hugging Face folder, and the weights that its index lists (none without an index).
+
+    Raises ModelError for a folder without weights, a damaged index, and a shard that is not there.
+    """
+    if (path / _WEIGHTS).is_file():
+        return [path / _WEIGHTS], frozenset()
+    if not (path / _INDEX).is_file():
+        remedy = "fetch the weights"
+        if list(path.glob("*.bin")):
+            remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
+        raise ModelError(explain("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy))
+    try:
+        weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(explain(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew")) from error
+    for file in files:
+        if Path(file).name != file or not (path / file).is_file():
+            raise ModelError(
+                explain(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
+            )
+    return [path / file for file in files], frozenset(weight_map)
+
+
+def require_listed(path: Path, listed: Collection[str], weights: Collection[str]) -> None:
+    """Raise ModelError where the shards lack weights that their index lists."""
+    missing = sorted(set(listed) - set(weights))
+    if missing:
+        raise ModelError(
+            explain(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
+        )
+
+
+def require_once(path: Path, name: str, known: Collection[str]) -> None:
+    """Raise ModelError where a second shard holds a weight again: which of them counts is nobody's to guess."""
+    if name in known:
+        raise ModelError(explain(str(path), name, "a weight in one shard only", "fetch the folder anew"))
+
+
+def weight_names(path: Path) -> frozenset[str]:
+    """Names of all weights of a folder, from the files' headers. Raises ModelError as the functions above do."""
+    files, listed = hf_weight_files(path)
+    names: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    require_once(file, name, names)
+                    names.add(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(explain(str(file), str(error), "a whole safetensors file", "fetch it anew")) from error
+    require_listed(path, listed, names)
+    return frozenset(names)
