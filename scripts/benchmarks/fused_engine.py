@@ -23,6 +23,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -377,12 +378,22 @@ def main() -> None:
     parser.add_argument("--out", help="also append the rows to this file")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
-    if min(args.rounds, args.repeats, *args.new, *args.concurrency) < 1:
-        parser.error("--rounds, --repeats, --new, --concurrency: expected numbers above 0")
+    if min(args.rounds, args.repeats, args.prompt, *args.new, *args.concurrency) < 1:
+        parser.error("--rounds, --repeats, --prompt, --new, --concurrency: expected numbers above 0")
+    if wrong_prob := [p for p in args.prob if not 0 <= p <= 1]:
+        parser.error(f"--prob {wrong_prob[0]}: expected a number from 0 to 1")
+    if wrong := [p for p in args.pairs if len(p.split("+")) != 2 or not set(p.split("+")) <= set(SIZES)]:
+        parser.error(f"--pairs {wrong[0]}: expected SENIOR+JUNIOR of {', '.join(SIZES)}")
+    if not args.tokenizer.is_dir():
+        parser.error(f"--tokenizer {args.tokenizer}: expected a folder with Qwen's tokenizer files")
+    if shutil.which(args.sglang_python) is None:
+        parser.error(f"--sglang-python {args.sglang_python}: expected an interpreter that can be run")
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: expected a file in a folder that exists")
     if args.cells:
         found = [(cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?", cell)) for cell in args.cells]
-        if wrong := [cell for cell, match in found if match is None]:
-            parser.error(f"--cells {wrong[0]}: expected TOKENS@CONCURRENCY or TOKENS@CONCURRENCYxROUNDS, all above 0")
+        if no_cell := [cell for cell, match in found if match is None]:
+            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY or TOKENS@CONCURRENCYxROUNDS, all above 0")
         cells = [[int(x or 1) for x in match.groups()] for _, match in found if match]
         args.cells = [(length, at_once, at_once * rounds) for length, at_once, rounds in cells]
     else:
