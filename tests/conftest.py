@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and their children inherit it: tests of Ctrl-C would wait for nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARING = ("tests/conformance/", "tests/diagnostics/", "tests/engines/fused/", "tests/engines/")
 """Folders whose files share servers in session fixtures; the first that fits counts."""
