@@ -92,7 +92,9 @@ class Plan:
     def shell(self) -> str:
         """Text that bash can source: comments, exports, SLIME_FLAGS, and SERVER_URLS, servers that must answer before."""
         lines = [f"# {note}" for note in self.notes]
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        # A path goes before what the shell has: slime's and Megatron's sources are found by it.
+        more = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
+        lines += [f"export {name}={shlex.quote(value)}{more.get(name, '')}" for name, value in self.environment.items()]
         words = " ".join(shlex.quote(word) for word in self.flags)
         return "\n".join([*lines, f"SLIME_FLAGS=({words})", f"SERVER_URLS=({shlex.join(self.urls)})"]) + "\n"
 

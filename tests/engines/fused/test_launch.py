@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -29,9 +30,13 @@ def test_a_shell_can_read_what_is_printed(
 ) -> None:
     folder = tmp_path / "with 'quotes' and spaces"
     assert cli.main(["config", "--check", config_file, "--set", "engine.mode=fused", "--slime", str(folder)]) == 0
-    script = capsys.readouterr().out + 'printf "%s\\n" "$SGLANG_EXTERNAL_MODEL_PACKAGE" "${SLIME_FLAGS[@]}"'
-    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-    package, *flags = done.stdout.splitlines()
+    script = (
+        capsys.readouterr().out + 'printf "%s\\n" "$SGLANG_EXTERNAL_MODEL_PACKAGE" "$PYTHONPATH" "${SLIME_FLAGS[@]}"'
+    )
+    env = {**os.environ, "PYTHONPATH": "/slime:/Megatron-LM"}
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True, env=env)
+    package, path, *flags = done.stdout.splitlines()
+    assert path.endswith(":/slime:/Megatron-LM"), "what the launch script put there stays"
     assert package == "slime_tandem.engines.fused.models"
     override = json.loads(flags[flags.index("--sglang-json-model-override-args") + 1])
     assert override["num_hidden_layers"] == 5
