@@ -10,11 +10,17 @@ from slime_tandem.cli import main
 
 
 def run(args: argparse.Namespace) -> int:
+    from slime_tandem.errors import ConfigError
     from slime_tandem.local.migrate import migrate_file
 
-    total = 0
+    total = failed = 0
     for path in args.files:
-        changes = migrate_file(path, write=args.write)
+        try:
+            changes = migrate_file(path, write=args.write)
+        except ConfigError as error:  # the other files get their report
+            print(f"error: {error}", file=sys.stderr)
+            failed += 1
+            continue
         total += len(changes)
         for change in changes:
             print(f"{path}: {change}")
@@ -22,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{total} changes in {len(args.files)} files, {did}" if total else f"no legacy name in {len(args.files)} files"
     )
-    return 0
+    if failed:
+        print(f"{failed} of {len(args.files)} files could not be read or changed", file=sys.stderr)
+    return 2 if failed else 0
 
 
 def parser() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ RENAMED: dict[str, str] = {
     "FROZEN_PREFIX": "JUNIOR_PREFIX",
 }
 DROPPED = ("model_a_mask",)
-"""A key without a successor: it is taken out."""
+"""A key without a successor: it is taken out of a tree; in text, where its end is anybody's guess, it is an error."""
 _PREFIXES = {"tandem_frozen.": "tandem_junior."}
 """Of weights in a state dict."""
 _WORD = re.compile(
@@ -138,28 +138,59 @@ def migrate_yaml(text: str) -> tuple[str, list[Change]]:
     """YAML with keys renamed in place, comments and layout kept. Raises ConfigError for broken YAML, and as `migrate_tree`."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _, changes = migrate_tree(yaml.safe_load(text))
+        tree, changes = migrate_tree(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ConfigError(explain("file", " ".join(str(error).split()), "valid YAML", "correct it first")) from None
-    if any(change.new is None for change in changes):
-        raise ConfigError(explain("file", DROPPED[0], "no key without a successor", "take it out by hand"))
-    edits = sorted(set(_key_edits(node)), reverse=True) if node is not None else []
+    edits = sorted(set(_key_edits(node, text)), reverse=True) if node is not None else []
     for start, end, new in edits:
-        quoted = text[start] in "\"'"
+        quoted = bool(new) and text[start] in "\"'"
         text = text[:start] + (text[start] + new + text[start] if quoted else new) + text[end:]
+    try:
+        whole = yaml.safe_load(text) == tree
+    except yaml.YAMLError:  # an anchor went that others name
+        whole = False
+    if not whole:
+        raise ConfigError(explain("file", ", ".join(DROPPED), "a key that can be cut out", "take it out by hand"))
     return text, changes
 
 
-def _key_edits(node: yaml.Node) -> Iterator[tuple[int, int, str]]:
+def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, what stands there now)."""
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and (new := new_name(key.value)) not in (None, key.value):
-                assert new is not None
+        for i, (key, value) in enumerate(node.value):
+            new = new_name(key.value) if isinstance(key, yaml.ScalarNode) else key.value
+            if new is None:
+                yield _cut(node, i, text)
+                continue
+            if new != key.value:
                 yield key.start_mark.index, key.end_mark.index, new
-            yield from _key_edits(value)
+            yield from _key_edits(value, text)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _key_edits(item)
+            yield from _key_edits(item, text)
+
+
+def _cut(node: yaml.MappingNode, i: int, text: str) -> tuple[int, int, str]:
+    """The edit that takes pair `i` out, its line with it if it has one; an only pair leaves `{}`."""
+    key, value = node.value[i]
+    start = key.start_mark.index
+    following = node.value[i + 1][0].start_mark.index if i + 1 < len(node.value) else None
+    if node.flow_style:
+        if following is None and i:
+            return node.value[i - 1][1].end_mark.index, value.end_mark.index, ""
+        return start, following or value.end_mark.index, ""
+    # A block's mark of its end lies before the next token: blank lines and comments between belong to what follows.
+    lines = text[start : value.end_mark.index].split("\n")
+    while len(lines) > 1 and (not lines[-1].strip() or lines[-1].lstrip().startswith("#")):
+        lines.pop()
+    end = start + len("\n".join(lines))
+    if len(node.value) == 1:
+        return start, end, "{}"
+    line = text.rfind("\n", 0, start) + 1
+    if text[line:start].strip():  # behind the dash of a list
+        return start, following or end, ""
+    after = text.find("\n", end)
+    return line, len(text) if after < 0 else after + 1, ""
 
 
 def migrate_file(path: Path, *, write: bool) -> list[Change]:

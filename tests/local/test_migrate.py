@@ -86,9 +86,51 @@ def test_old_and_new_side_by_side_is_refused() -> None:
 
 def test_what_has_no_successor() -> None:
     assert migrate_tree({DROPPED[0]: 1, "x": 2}) == ({"x": 2}, [Change("top", DROPPED[0], None)])
-    for migrate in (migrate_text, migrate_yaml):
-        with pytest.raises(ConfigError, match="without a successor"):
-            migrate(f"{DROPPED[0]}: 1")
+    with pytest.raises(ConfigError, match="without a successor"):
+        migrate_text(f"+rollout.{DROPPED[0]}=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nmodel_a_mask: 1  # old\n# of b\nb: 2\n", "a: 1\n# of b\nb: 2\n"),
+        ("a: 1\nmodel_a_mask: 1", "a: 1\n"),
+        ("model_a_mask: 1\n", "{}\n"),
+        ("t:\n  model_a_mask:\n    x: [1,\n      2]\n\n  # of y\n  y: 2\n", "t:\n\n  # of y\n  y: 2\n"),
+        ("t:\n  model_a_mask: |\n    text\n    more\n  y: 2\n", "t:\n  y: 2\n"),
+        ("- model_a_mask: 1\n  b: 2\n- model_a_mask: 3\n", "- b: 2\n- {}\n"),
+        ("{a: 1, model_a_mask: [1], b: 2}\n", "{a: 1, b: 2}\n"),
+        ("{a: 1, model_a_mask: 1}\n", "{a: 1}\n"),
+        ("{'model_a_mask': 1, prob_primary: 2}\n", "{prob_senior: 2}\n"),
+        ("{model_a_mask: 1}\n", "{}\n"),
+    ],
+)
+def test_yaml_without_what_has_no_successor(text: str, expected: str) -> None:
+    new, changes = migrate_yaml(text)
+    assert new == expected
+    assert [c.new for c in changes if c.old == DROPPED[0]] == [None] * text.count(DROPPED[0])
+
+
+@given(
+    st.dictionaries(st.sampled_from([*DROPPED, "a", "b"]), TREES, max_size=3).map(lambda d: [d, {"c": d}, [d]]),
+    st.booleans() | st.none(),
+)
+def test_yaml_is_the_tree_without_it(tree: Any, flow: bool | None) -> None:
+    text = yaml.safe_dump(tree, default_flow_style=flow, sort_keys=False, allow_unicode=True)
+    try:
+        expected, changes = migrate_tree(yaml.safe_load(text))
+    except ConfigError:
+        return
+    if "&id" in text and any(c.new is None for c in changes):
+        return  # an alias of what is taken out
+    new, told = migrate_yaml(text)
+    assert yaml.safe_load(new) == expected
+    assert told == changes
+
+
+def test_an_anchor_that_is_needed_elsewhere_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="take it out by hand"):
+        migrate_yaml("model_a_mask: &m {a: 1}\nb: *m\n")
 
 
 def test_a_checkpoint_blob_and_its_weights(tmp_path: Path) -> None:
@@ -126,3 +168,11 @@ def test_the_tool_reports_first_and_writes_when_told(tmp_path: Path, capsys: pyt
     for bad in ("{", "\udcff"):
         file.write_bytes(bad.encode("utf-8", "surrogateescape"))
         assert cli.main([str(file)], parser=tool["parser"]()) == 2
+    other = tmp_path / "b.yaml"
+    other.write_text("prob_primary: 0.5\n")
+    capsys.readouterr()
+    assert cli.main([str(file), str(other), "--write"], parser=tool["parser"]()) == 2
+    out, err = capsys.readouterr()
+    assert f"{other}: top: prob_primary -> prob_senior" in out
+    assert "1 of 2 files" in err
+    assert other.read_text() == "prob_senior: 0.5\n"
