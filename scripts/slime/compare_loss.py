@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""The loss of one dumped rollout, by slime's functions and by the local runtime; run it in slime's Python, slime on the path.
+"""The loss of one dumped rollout, by slime's functions and by the local runtime; run it in slime's Python, on a CPU.
 
-    scripts/slime/compare_loss.py WORK ROLLOUT [--senior FOLDER]
+    PYTHONPATH=.:SLIME:MEGATRON scripts/slime/compare_loss.py WORK ROLLOUT [--senior FOLDER] [--models TRIO]
 
 WORK is the folder of a run of real_run.py. The samples of its dump go through slime's conversion, schedule, micro-batches and
 loss function, with the logits of the local runtime's Megatron model in float32; the local trainer gets the same samples.
-`FOLDER`: the weights that the rollout was trained from (default: those of the start, right for rollout 0). What slime logged,
-in bfloat16, is told beside it. Ends with 1 where the two losses differ by more than 1e-4. ray, slime and Megatron are imported
-when the arguments are read: --help needs none of them.
+`FOLDER`: the weights that the rollout was trained from (default: those of the start, right for rollout 0). `TRIO`: the folder of
+senior, junior and teacher, for a dump of another machine. What slime logged, in bfloat16, is told beside it. Ends with 1 where
+the two losses differ by more than 1e-4. slime asks for a GPU when it is imported: the script starts itself again with
+scripts/slime/shim first on the path. --help needs none of slime, Megatron and ray.
 """
 
 import argparse
 import logging
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -62,7 +64,14 @@ def main():
     parser.add_argument("work", type=Path)
     parser.add_argument("rollout", type=int)
     parser.add_argument("--senior", type=Path)
+    parser.add_argument("--models", type=Path)
     a = parser.parse_args()
+    if os.environ.get("SLIME_TANDEM_CPU") != "1":
+        shim = str(Path(__file__).resolve().parent / "shim")
+        paths = os.pathsep.join(filter(None, (shim, os.environ.get("PYTHONPATH"))))
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, "SLIME_TANDEM_CPU": "1", "PYTHONPATH": paths}
+        )
 
     import torch
     import yaml
@@ -82,6 +91,8 @@ def main():
     dump = str(a.work / "dump" / "rollout_data" / "{rollout_id}.pt")
     samples = rollout_data_utils.load_debug_rollout_data(dump, rollout_id=a.rollout)
     section = yaml.safe_load((a.work / "tandem.yaml").read_text())["slime_tandem"]
+    if a.models is not None:
+        section["models"] |= {role: str(a.models / role) for role in section["models"]}
     senior = a.senior or Path(section["models"]["junior"]).parent / "senior"
     args = Namespace(
         slime_tandem=section, reward_key=None, global_batch_size=len(samples), use_dynamic_batch_size=True,

@@ -24,7 +24,7 @@ get() { # FOLDER PACKAGE...
 }
 get first ray==2.55.1 sglang-router==0.3.2
 # Last on the path: the machine's own come first where it has them.
-get last math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
+get last omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
   markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
 mkdir "$work/ray" "$work/source"

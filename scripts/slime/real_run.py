@@ -49,7 +49,8 @@ def arguments():
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the trainer")
     parser.add_argument("--cp", type=int, default=1, help="context parallel size of the trainer")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of the trainer")
-    parser.add_argument("--rollout-gpus", type=int, help="GPUs of the senior, an engine each; default: as the trainer")
+    parser.add_argument("--rollout-gpus", type=int, help="GPUs of the senior's engines; default: as the trainer")
+    parser.add_argument("--engine-gpus", type=int, default=1, help="GPUs of each of them: its tensor parallel size")
     parser.add_argument("--side-gpu", help="CUDA_VISIBLE_DEVICES of junior and teacher; default: the first GPU")
     parser.add_argument(
         "--offload", action="store_true", help="trainer and engine give the memory up in turn, slime's default"
@@ -134,7 +135,7 @@ def slime_flags(a, config):
     sglang += [f"--sglang-{name}" for name in switches]
     out = [
         "--actor-num-nodes", 1, "--actor-num-gpus-per-node", a.gpus, "--num-gpus-per-node", a.gpus,
-        "--rollout-num-gpus", a.rollout_gpus or a.gpus, "--rollout-num-gpus-per-engine", 1,
+        "--rollout-num-gpus", a.rollout_gpus or a.gpus, "--rollout-num-gpus-per-engine", a.engine_gpus,
         *(() if asynchronous(a) else ("--colocate",)),
         *(() if a.offload else ("--no-offload-train", "--no-offload-rollout")),
         "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",

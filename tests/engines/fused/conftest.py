@@ -47,6 +47,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+PAIRS = {
+    "qwen3": ("qwen3", True),
+    "qwen2": ("qwen2", False),
+    "llama": ("llama", False),
+    "qwen3 untied": ("qwen3", False),
+    "qwen2 tied": ("qwen2", True),
+    "llama tied": ("llama", True),
+}
+"""Architecture, and whether head and embedding are one matrix."""
 SENIOR_SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 JUNIOR_SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -79,13 +88,14 @@ def make_model(
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`<kind>-senior`, `<kind>-junior`, and `qwen3-...2` of other weights; the heads of qwen3 are tied, of the others not."""
+    """`<pair>-senior` and `<pair>-junior` of PAIRS, and `...2` of other weights for those of Qwen3."""
     root = tmp_path_factory.mktemp("pairs")
-    for seed, kind in enumerate(CONFIGS):
-        make_model(root / f"{kind}-senior", kind, SENIOR_SIZE, tied=kind == "qwen3", seed=seed)
-        make_model(root / f"{kind}-junior", kind, JUNIOR_SIZE, tied=kind == "qwen3", seed=10 + seed)
-    make_model(root / "qwen3-senior2", "qwen3", SENIOR_SIZE, tied=True, seed=20)
-    make_model(root / "qwen3-junior2", "qwen3", JUNIOR_SIZE, tied=True, seed=21)
+    for seed, (pair, (kind, tied)) in enumerate(PAIRS.items()):
+        make_model(root / f"{pair}-senior", kind, SENIOR_SIZE, tied=tied, seed=seed)
+        make_model(root / f"{pair}-junior", kind, JUNIOR_SIZE, tied=tied, seed=10 + seed)
+        if kind == "qwen3":
+            make_model(root / f"{pair}-senior2", kind, SENIOR_SIZE, tied=tied, seed=20 + seed)
+            make_model(root / f"{pair}-junior2", kind, JUNIOR_SIZE, tied=tied, seed=30 + seed)
     return {folder.name: folder for folder in root.iterdir()}
 
 
@@ -169,6 +179,11 @@ class Engine:
     server: FusedServer
     reference: Reference
     folders: dict[str, Path] = field(default_factory=dict)
+    ranks: int = 1
+
+    def folder(self, role: str) -> Path:
+        """`senior`, `junior`, or `senior2`, `junior2`: the same architecture, other weights."""
+        return self.folders[f"{self.kind}-{role}"]
 
     def run(self, action: Callable[[EngineClient], Coroutine[Any, Any, T]], **kwargs: Any) -> T:
         async def connected() -> T:
@@ -193,6 +208,15 @@ SERVERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "qwen2",
         ("--max-total-tokens", "4096", "--chunked-prefill-size", "32", "--enable-mixed-chunk"),
     ),
+    "qwen3 untied, TP 2": (
+        "qwen3 untied",
+        ("--tp-size", "2", "--max-total-tokens", "4096", "--chunked-prefill-size", "64"),
+    ),
+    "qwen2 tied, TP 2, small pool": (
+        "qwen2 tied",
+        ("--tp-size", "2", "--max-total-tokens", "512", "--schedule-conservativeness", "0.05"),
+    ),
+    "llama tied, no overlap": ("llama tied", ("--max-total-tokens", "4096", "--disable-overlap-schedule")),
 }
 
 
@@ -223,8 +247,16 @@ def engine(
         python=sglang_python,
         args=("--mem-fraction-static", "0.3", "--log-level", "info", *args),
     )
-    with server:
-        yield Engine(request.param, kind, server, Reference.load(senior, junior), folders)
+    ranks = int(args[args.index("--tp-size") + 1]) if "--tp-size" in args else 1
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks > 1:  # SGLang wants a NUMA node for each rank or to be told its cores (model_runner.py:2869)
+            patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[r % len(cores)]) for r in range(ranks)))
+        server.start()
+    try:
+        yield Engine(request.param, kind, server, Reference.load(senior, junior), folders, ranks)
+    finally:
+        server.stop()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Sends a safetensors file to a running SGLang as a trainer would; runs in SGLang's own Python.
 
-`python send_weights.py URL tensor|bucket|distributed FILE VERSION`: from tensors one by one, from one flat bucket (slime under
+`python send_weights.py URL tensor|bucket|distributed FILE VERSION RANKS`, RANKS the engine's tensor parallel size: from tensors one by one, from one flat bucket (slime under
 colocation), or broadcast through a process group (slime's way between nodes; gloo here).
 """
 
@@ -23,7 +23,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-url, way, file, version = sys.argv[1:]
+url, way, file, version, ranks = sys.argv[1:]
 
 
 def post_or_end(path: str, **body: Any) -> None:
@@ -56,12 +56,19 @@ if way == "distributed":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "t"}
+    size = int(ranks) + 1
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": size,
+        "group_name": "t",
+    }
     theirs = threading.Thread(
         target=post_or_end, args=("init_weights_update_group",), kwargs={**group, "backend": "gloo"}
     )
     theirs.start()
-    ours = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="t")
+    ours = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=size, rank=0, group_name="t")
     theirs.join()
     described = {
         "names": [name for name, _ in weights],
@@ -82,6 +89,6 @@ else:
         payload = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     data = base64.b64encode(MultiprocessingSerializer.serialize(payload)).decode()
     kind = {"load_format": "flattened_bucket"} if way == "bucket" else {}
-    post("update_weights_from_tensor", serialized_named_tensors=[data], weight_version=version, **kind)
+    post("update_weights_from_tensor", serialized_named_tensors=[data] * int(ranks), weight_version=version, **kind)
 if in_sessions:
     post("end_weight_update")

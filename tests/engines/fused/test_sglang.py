@@ -77,7 +77,7 @@ def test_every_strategy_and_probability(
 @only(
     "setting", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 5}], ids=str
 )
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
 def test_temperature_truncation_and_greedy(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, setting: dict[str, Any]
 ) -> None:
@@ -98,16 +98,18 @@ def test_one_batched_request_for_all(
         engine.reference.check(sample)
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
 def test_tandem_solo_and_scoring_requests_side_by_side(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
-    """A plain request is the senior's, one with p = 0 the junior's; scores are the senior's."""
+    """A plain request is the senior's, one with p = 0 the junior's; scores are the senior's; `top` is each token's author's."""
     prompt, *more = prompts(9, 40, 4)
     junior = handoff_of(make_rule("word", tables, 0.0), 5)
+    turns = handoff_of(make_rule("alternating", tables), 5)
     requests = [
         GenerateRequest("plain", prompt, 20, top_logprobs_num=3),
         GenerateRequest("junior", prompt, 20, handoff=junior, top_logprobs_num=3),
+        GenerateRequest("turns", prompt, 20, handoff=turns, top_logprobs_num=3),
         GenerateRequest("score", prompt, 0, logprob_start_len=0),
     ]
     writers = [make_writer(make_rule("sentence", tables), tokens, p, i) for i, p in enumerate(more)]
@@ -115,23 +117,30 @@ def test_tandem_solo_and_scoring_requests_side_by_side(
     async def both(client: EngineClient) -> Any:
         return await asyncio.gather(*(client.generate([r]) for r in requests), write(client, writers))
 
-    [plain], [solo_junior], [score], samples = engine.run(both)
+    [plain], [solo_junior], [mixed], [score], samples = engine.run(both)
     for sample in samples:
         engine.reference.check(sample)
-    for result, model in ((plain, engine.reference.senior), (solo_junior, engine.reference.junior)):
-        rows = engine.reference.log_probs(model, prompt + result.output_ids)[len(prompt) - 1 : -1]
+    for result in (plain, solo_junior, mixed):
+        ids = prompt + result.output_ids
+        rows = {
+            author: engine.reference.log_probs(model, ids)[len(prompt) - 1 : -1]
+            for author, model in ((SENIOR, engine.reference.senior), (JUNIOR, engine.reference.junior))
+        }
         assert len(result.output_ids) == 20 or result.finish_reason == "stop"
-        for row, token, log_prob, top in zip(
-            rows, result.output_ids, result.output_log_probs, result.output_top_logprobs, strict=True
+        authors = result.authors if result is not plain else [SENIOR] * len(result.output_ids)
+        for i, (author, token, log_prob, top) in enumerate(
+            zip(authors, result.output_ids, result.output_log_probs, result.output_top_logprobs, strict=True)
         ):
+            row = rows[author][i]
             assert abs(float(row[token]) - log_prob) < 1e-4
             assert [v for v, _ in top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
     assert set(solo_junior.authors) == {JUNIOR}
+    assert mixed.authors == ((SENIOR, JUNIOR) * 10)[: len(mixed.output_ids)]
     rows = engine.reference.log_probs(engine.reference.senior, prompt)
     assert score.input_log_probs[1:] == pytest.approx([float(rows[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-4)
 
 
-@only("engine", ["qwen3", "qwen2, mixed chunks"], indirect=True)
+@only("engine", ["qwen3", "qwen2, mixed chunks", "qwen3 untied, TP 2"], indirect=True)
 def test_radix_hits_and_chunked_prefill(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -152,7 +161,7 @@ def test_radix_hits_and_chunked_prefill(
     assert engine.run(ask)[0].cached_tokens >= 150
 
 
-@only("engine", ["small pool, overlap", "llama, small pool, no overlap"], indirect=True)
+@only("engine", ["small pool, overlap", "llama, small pool, no overlap", "qwen2 tied, TP 2, small pool"], indirect=True)
 def test_forced_retractions_lose_and_change_nothing(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -178,7 +187,7 @@ def retractions(log: str) -> int:
     return len(re.findall(r"[Rr]etract", log))
 
 
-@only("engine", ["qwen3", "small pool, overlap"], indirect=True)
+@only("engine", ["qwen3", "small pool, overlap", "qwen2 tied, TP 2, small pool"], indirect=True)
 def test_aborted_responses_resume_where_they_stopped(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -243,25 +252,25 @@ def test_a_table_that_the_engine_does_not_hold_is_refused(engine: Any, tokens: T
         engine.run(lambda client: write(client, [writer]))
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
 def test_weight_updates_by_name(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, tmp_path: Path
 ) -> None:
     """Plain names change the senior only, `tandem_junior.` names the junior only; half-written responses go on after."""
     rule = make_rule("word", tables)
-    f, reference = engine.folders, type(engine.reference)
+    folder, reference = engine.folder, type(engine.reference)
     junior2 = tmp_path / "junior2"
     junior2.mkdir()
-    weights = load_file(f["qwen3-junior2"] / "model.safetensors")
+    weights = load_file(folder("junior2") / "model.safetensors")
     save_file({f"tandem_junior.{k}": v for k, v in weights.items()}, junior2 / "model.safetensors", {"format": "pt"})
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (junior2 / name).write_bytes((f["qwen3-senior"] / name).read_bytes())
+        (junior2 / name).write_bytes((folder("senior") / name).read_bytes())
     writers = [make_writer(rule, tokens, p, i, cap=60) for i, p in enumerate(prompts(4, 20, 10))]
     again = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
     last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
 
     async def updates(client: EngineClient) -> Any:
-        await client.update_weights_from_disk(str(f["qwen3-senior2"]), "v2")
+        await client.update_weights_from_disk(str(folder("senior2")), "v2")
         second = await write(client, writers)
         await client.update_weights_from_disk(str(junior2), "v3")
         third = await write(client, again)
@@ -269,22 +278,22 @@ def test_weight_updates_by_name(
 
     second, third = engine.run(updates)
     for sample in second:
-        reference.load(f["qwen3-senior2"], f["qwen3-junior"]).check(sample)
+        reference.load(folder("senior2"), folder("junior")).check(sample)
         assert {r.weight_version for r in sample.runs} == {"v2"}
     for sample in third:
-        reference.load(f["qwen3-senior2"], f["qwen3-junior2"]).check(sample)
+        reference.load(folder("senior2"), folder("junior2")).check(sample)
 
     async def back(client: EngineClient) -> Any:
         """The original weights again, while requests are under way."""
         save_file(
-            {f"tandem_junior.{k}": v for k, v in load_file(f["qwen3-junior"] / "model.safetensors").items()},
+            {f"tandem_junior.{k}": v for k, v in load_file(folder("junior") / "model.safetensors").items()},
             junior2 / "model.safetensors",
             {"format": "pt"},
         )
         running = asyncio.ensure_future(write(client, last))
         await asyncio.sleep(0.05)
         await client.update_weights_from_disk(str(junior2), "v4")
-        await client.update_weights_from_disk(str(f["qwen3-senior"]), "v5")
+        await client.update_weights_from_disk(str(folder("senior")), "v5")
         await running
         return await write(client, [make_writer(rule, tokens, w.prompt_ids, 50 + i) for i, w in enumerate(writers)])
 
@@ -316,7 +325,7 @@ def test_a_model_with_missing_weights_does_not_start(
     )
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
 def test_weights_from_a_trainers_memory(
     engine: Any,
     tokens: TokenBytes,
@@ -326,31 +335,30 @@ def test_weights_from_a_trainers_memory(
     sglang_python: str,
 ) -> None:
     """Each of SGLang's ways without a disk: the senior by plain names, the junior behind its prefix, both in one update."""
-    f, reference = engine.folders, type(engine.reference)
+    folder, reference = engine.folder, type(engine.reference)
 
-    def send(way: str, **folders: str) -> None:
-        named = {"senior": "", "junior": "tandem_junior."}
+    def send(way: str, *sources: str) -> None:
         sent = {
-            named[role] + name: weight
-            for role, folder in folders.items()
-            for name, weight in load_file(f[folder] / "model.safetensors").items()
+            ("tandem_junior." if "junior" in source else "") + name: weight
+            for source in sources
+            for name, weight in load_file(folder(source) / "model.safetensors").items()
         }
         save_file(sent, tmp_path / "sent.safetensors")
-        script = [str(Path(__file__).with_name("send_weights.py")), engine.server.url, way]
-        subprocess.run([sglang_python, *script, str(tmp_path / "sent.safetensors"), way], check=True, timeout=200)
+        script = [sglang_python, Path(__file__).with_name("send_weights.py"), engine.server.url, way]
+        subprocess.run([*script, tmp_path / "sent.safetensors", way, str(engine.ranks)], check=True, timeout=200)
 
     def check(senior: str, junior: str, version: str) -> None:
         writers = [make_writer(make_rule("word", tables), tokens, p, i) for i, p in enumerate(prompts(3, 15, 12))]
         for sample in engine.run(lambda client: write(client, writers)):
-            reference.load(f[senior], f[junior]).check(sample)
+            reference.load(folder(senior), folder(junior)).check(sample)
             assert {r.weight_version for r in sample.runs} == {version}
 
-    send("tensor", senior="qwen3-senior2")
-    check("qwen3-senior2", "qwen3-junior", "tensor")
-    send("bucket", junior="qwen3-junior2")
-    check("qwen3-senior2", "qwen3-junior2", "bucket")
-    send("distributed", senior="qwen3-senior", junior="qwen3-junior")
-    check("qwen3-senior", "qwen3-junior", "distributed")
+    send("tensor", "senior2")
+    check("senior2", "junior", "tensor")
+    send("bucket", "junior2")
+    check("senior2", "junior2", "bucket")
+    send("distributed", "senior", "junior")
+    check("senior", "junior", "distributed")
 
 
 @only("engine", ["qwen3"], indirect=True)
