@@ -527,9 +527,15 @@ def _config(args: argparse.Namespace) -> int:
 
 def _slime_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> Plan:
     from slime_tandem.slime_launch.flags import plan, with_folders
+    from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, hf_sizes
 
     config, fused = with_folders(config), None
-    if config.engine.mode == "fused":
+    models = config.models
+    if config.engine.mode == "fused" and {models.senior, models.junior} & PUBLISHED.keys():
+        from slime_tandem.engines.fused.launch import slime_sizes
+
+        fused = slime_sizes(hf_sizes(architecture(models.senior)), hf_sizes(architecture(models.junior)))
+    elif config.engine.mode == "fused":
         from slime_tandem.engines.fused.launch import slime_settings
         from slime_tandem.local.team import Team
 

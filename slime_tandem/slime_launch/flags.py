@@ -69,6 +69,10 @@ _FORBIDDEN: dict[str, str] = {
 """Flags of slime that do not go with this package, and why."""
 
 
+RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
+"""slime's rewards (slime/rollout/rm_hub/__init__.py, async_rm), each also behind `boxed_`; another fails at the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that a launch needs. `notes`: what a person should read, one line each."""
@@ -104,7 +108,8 @@ def plan(
 ) -> Plan:
     """The launch of a configuration; `folder`, which every node must see, is where its files go.
 
-    `fused`: environment and flags of the fused engine (`engines.fused.launch.slime_settings`), needed with engine.mode=fused.
+    `fused`: environment and flags of the fused engine (`engines.fused.launch.slime_settings`, or `slime_sizes` where a model is
+    a published size), needed with engine.mode=fused.
     `extra`: further flags of slime. Raises ConfigError for whatever does not fit together, ModelError for a missing model.
     """
     assert (config.engine.mode == "fused") == (fused is not None)
@@ -112,6 +117,7 @@ def plan(
     place = layout(config)
     arches = {group.name: architecture(group.model) for group in place.groups}
     junior = architecture(config.models.junior) if fused else None
+    _within_context(config, arches, junior)
     notes = [*_describe(place), *_memory(config, place, arches, junior)]
     folder = folder.resolve()
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
@@ -147,7 +153,7 @@ def plan(
     if fused is not None:
         environment, more = fused
         shared = any(group.shared for group in place.groups)
-        given = more[more.index("--sglang-json-model-override-args") :]
+        given = more[2:] if more[0] == "--hf-checkpoint" else more  # named above
         flags += given if shared else [f for f in given if f != "--sglang-enable-weights-cpu-backup"]
     extra = _accepted(config, flags, [*config.cluster.slime_flags, *extra], place)
     e = config.engine
@@ -157,14 +163,19 @@ def plan(
         if url
     ]
     urls += [t.url for t in config.opd.teachers if config.opd.enabled and t.url]
-    for model in (config.models.senior, *(group.model for group in place.groups[1:])):
+    inside = (config.models.junior,) if fused else ()
+    for model in (config.models.senior, *inside, *(group.model for group in place.groups[1:])):
         if model in PUBLISHED:
             notes.append(f"sizes only: {model} is a published size, name its folder to train")
+    if fused and "--sglang-json-model-override-args" not in flags:
+        missing = "--sglang-json-model-override-args and the boundary tables"
+        notes.append(f"sizes only: {missing} of the fused engine are made from the folders of senior and junior")
     return Plan(place, environment, [*flags, *extra], files, urls, notes)
 
 
 def _not_under_slime(config: RunConfig) -> None:
     e, factor = config.engine, dict(architecture(config.models.senior).rope).get("factor", 8.0)
+    reward, reference = config.cluster.reward, config.cluster.reference
     for name, value, bad, expected in (
         ("engine.senior_url", e.senior_url, e.senior_url is not None, "null: slime serves and updates the senior"),
         ("engine.sessions", e.sessions, e.sessions, "false: requests go through slime's routers"),
@@ -175,10 +186,32 @@ def _not_under_slime(config: RunConfig) -> None:
             "8: slime 624b824a hands no other to Megatron (model_provider.py)",
         ),
         ("train.steps", config.train.steps, config.train.steps < 1, "at least 1 with slime"),
+        (
+            "cluster.reward",
+            reward,
+            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES,
+            f"null (this package's), or one of slime's {', '.join(RM_TYPES)}, also behind boxed_",
+        ),
+        (
+            "cluster.reference",
+            reference,
+            reference is not None and not Path(reference).is_dir(),
+            "a folder, of Hugging Face weights or torch_dist",
+        ),
         ("control", config.control, config.control, "false: launch the control as a run of its own"),
     ):
         if bad:
             raise ConfigError(explain(name, value, expected, "change it for slime"))
+
+
+def _within_context(config: RunConfig, arches: Mapping[str, Architecture], junior: Architecture | None) -> None:
+    """SGLang refuses a request of more tokens than the model has positions for: every response would fail."""
+    writers = {"senior": arches[ACTOR], "junior": junior or (arches.get(JUNIOR) if config.tandem.enabled else None)}
+    for role, arch in writers.items():
+        cap = config.sampling.max_new_tokens
+        if arch is not None and cap >= arch.max_positions:
+            expected = f"below the {arch.max_positions} positions of the {role}, prompts included"
+            raise ConfigError(explain("sampling.max_new_tokens", cap, expected, "lower it"))
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -268,7 +301,7 @@ def _checkpoints(config: RunConfig) -> list[str]:
     senior, save = config.models.senior, str(config.run_dir.resolve() / "slime")
     return [
         *("--hf-checkpoint", senior),
-        *("--ref-load", config.cluster.reference or senior),
+        *("--ref-load", str(Path(config.cluster.reference).resolve()) if config.cluster.reference else senior),
         *("--load", save),
         *("--save", save),
         *("--save-interval", str(config.train.save_every)),

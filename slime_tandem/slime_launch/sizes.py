@@ -103,6 +103,25 @@ def architecture(model: str) -> Architecture:
     return architecture_of(load_hf_config(model))
 
 
+def hf_sizes(arch: Architecture) -> dict[str, Any]:
+    """What a config.json says of the sizes by which two models share an engine (`engines.fused.pair`).
+
+    >>> hf_sizes(PUBLISHED["qwen3-4B"])["num_key_value_heads"]
+    8
+    """
+    return {
+        "model_type": arch.model_type,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "max_position_embeddings": arch.max_positions,
+        "rope_parameters": dict(arch.rope),
+    }
+
+
 def parameters(arch: Architecture) -> int:
     """Number of weights; those of a tied head count once.
 

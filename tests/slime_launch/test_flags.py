@@ -29,7 +29,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         train={"steps": 3, "updates_per_step": 2, "save_every": 5},
         objective={"clip_low": 0.1, "kl_coef": 0.01, "kl_estimator": "k2", "scale_advantages": "std"},
         optimizer={"lr": 1e-6, "warmup_steps": 4},
-        cluster={"reward": "math", "reference": "/ckpt/ref"},
+        cluster={"reward": "math", "reference": str(tmp_path)},
         tandem={"prob_senior": 0.3},
     )
     launch = plan(config, tmp_path / "launch")
@@ -51,7 +51,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--save-interval": ["5"],
         "--make-vocab-size-divisible-by": ["1"],
         "--rm-type": ["math"],
-        "--ref-load": ["/ckpt/ref"],
+        "--ref-load": [str(tmp_path)],
         "--actor-num-gpus-per-node": ["6"],
         "--rollout-num-gpus": ["8"],
         "--colocate": [],
@@ -138,7 +138,9 @@ def test_a_model_of_few_positions_is_no_shorter_than_its_sequences(sized: Sized,
     """slime would take 4096, and Megatron refuse a model of fewer positions."""
     small = Qwen3Config(num_hidden_layers=2, max_position_embeddings=512)
     small.save_pretrained(tmp_path / "small")
-    flags = split(plan(sized(models={"senior": str(tmp_path / "small")}), tmp_path).flags)
+    flags = split(
+        plan(sized(models={"senior": str(tmp_path / "small")}, sampling={"max_new_tokens": 64}), tmp_path).flags
+    )
     assert flags["--seq-length"] == flags["--max-position-embeddings"] == ["512"]
     assert "--seq-length" not in plan(sized(), tmp_path).flags
 
@@ -178,6 +180,17 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"objective": {"kl_in": "reward", "kl_coef": 0.1}}, r"objective\.kl_in='reward'.*under slime"),
         ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, "truncation_replay='kept_ids'.*recompute"),
         ({"train": {"steps": 0}}, "train.steps"),
+        ({"cluster": {"reward": "zzz"}}, "cluster.reward='zzz': expected null .*, or one of slime's remote_rm"),
+        ({"cluster": {"reward": "boxed_zzz"}}, "cluster.reward"),
+        ({"cluster": {"reference": "/no/such/folder"}}, "cluster.reference='/no/such/folder': expected a folder"),
+        (
+            {"sampling": {"max_new_tokens": 40960}},
+            "max_new_tokens=40960: expected below the 40960 positions of the senior",
+        ),
+        (
+            {"sampling": {"max_new_tokens": 32768}, "models": {"junior": "qwen2.5-0.5B"}},
+            "below the 32768 positions of the junior",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(
@@ -203,6 +216,27 @@ def test_larger_models_fit_when_they_are_cut(sized: Sized, tmp_path: Path) -> No
     assert flags["--actor-num-nodes"] == ["2"]
     assert "--sequence-parallel" in flags
     assert any(note.startswith("memory, GiB a GPU of 79: trainer weights") for note in launch.notes)
+
+
+def test_a_fused_pair_by_sizes_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/scaling.md: names make a plan, with the fused engine too; what needs the folders is named."""
+    tree = {
+        "models": {"senior": "qwen3-4B", "junior": "qwen3-0.6B", "teacher": "llama3.1-8B"},
+        "tasks": [{"family": "chain_sum"}],
+        "train": {"steps": 1, "prompts_per_step": 6, "samples_per_prompt": 8},
+        "engine": {"mode": "fused"},
+        "control": False,
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    argv = ["config", "--check", str(tmp_path / "c.yaml"), "--slime", str(tmp_path / "plan")]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "# sizes only: qwen3-0.6B is a published size" in out
+    assert "# sizes only: --sglang-json-model-override-args and the boundary tables" in out
+    assert "export SGLANG_EXTERNAL_MODEL_PACKAGE=" in out
+    assert "--sglang-enable-weights-cpu-backup" in out
+    assert cli.main([*argv, "--set", "models.junior=qwen3-14B"]) == 2
+    assert "junior.num_attention_heads=40" in capsys.readouterr().err
 
 
 def test_servers_that_must_answer_first(sized: Sized, tmp_path: Path) -> None:

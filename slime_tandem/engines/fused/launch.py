@@ -190,9 +190,19 @@ def slime_settings(
     except OSError as error:
         raise ConfigError(explain("folder of the tables", str(folder), "a folder to write to", str(error))) from None
     override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
+    own, flags = slime_sizes(*configs)
+    told = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
+    return own, [*told, *flags]
+
+
+def slime_sizes(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """`slime_settings` of a pair known by its sizes alone, for a plan: without the three that need the folders, which are
+    `--hf-checkpoint`, `--sglang-json-model-override-args` and the boundary tables. Raises ModelError for a pair that does not fit.
+    """
+    pair.require_fitting(senior, junior)
     own = environment({}, cuda=True)
-    flags = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
-    for flag, value in default_flags(cuda=True, context=pair.context_length(*configs)).items():
+    flags: list[str] = []
+    for flag, value in default_flags(cuda=True, context=pair.context_length(senior, junior)).items():
         flags += [f"--sglang-{flag.removeprefix('--')}", *([] if value is None else [value])]
     # slime's colocation releases weights; it sends the senior again, the junior comes back from this copy only.
     flags.append("--sglang-enable-weights-cpu-backup")

@@ -1,7 +1,8 @@
 """Sends a safetensors file to a running SGLang as a trainer would; runs in SGLang's own Python.
 
-`python send_weights.py URL tensor|bucket|distributed FILE VERSION RANKS`, RANKS the engine's tensor parallel size: from tensors one by one, from one flat bucket (slime under
-colocation), or broadcast through a process group (slime's way between nodes; gloo here).
+`python send_weights.py URL tensor|bucket|distributed FILE VERSION RANKS`, RANKS the engine's tensor parallel size: from tensors
+one by one, from one flat bucket (slime under colocation), or broadcast through a process group (slime's way between nodes; gloo
+here).
 """
 
 from __future__ import annotations
