@@ -69,6 +69,8 @@ _FORBIDDEN: dict[str, str] = {
 """Flags of slime that do not go with this package, and why."""
 
 
+_FUSED_DEFAULTS = ("--sglang-attention-backend", "--sglang-sampling-backend", "--sglang-grammar-backend")
+"""What the fused engine is told on a GPU unless the user says otherwise."""
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
 """slime's rewards (slime/rollout/rm_hub/__init__.py, async_rm), each also behind `boxed_`; another fails at the first."""
 
@@ -154,7 +156,14 @@ def plan(
         environment, more = fused
         shared = any(group.shared for group in place.groups)
         given = more[2:] if more[0] == "--hf-checkpoint" else more  # named above
-        flags += given if shared else [f for f in given if f != "--sglang-enable-weights-cpu-backup"]
+        theirs = split([*config.cluster.slime_flags, *extra])
+        if theirs.get("--sglang-attention-backend") == ["flashinfer"]:
+            expected = "another: its planner knows one model's heads, the fused engine refuses it"
+            raise ConfigError(explain("--sglang-attention-backend", "flashinfer", expected, "remove it"))
+        for name, values in split(given).items():
+            left = name in _FUSED_DEFAULTS and name in theirs
+            if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
+                flags += [name, *values]
     extra = _accepted(config, flags, [*config.cluster.slime_flags, *extra], place)
     e = config.engine
     urls = [

@@ -235,6 +235,12 @@ def test_a_fused_pair_by_sizes_is_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     assert "# sizes only: --sglang-json-model-override-args and the boundary tables" in out
     assert "export SGLANG_EXTERNAL_MODEL_PACKAGE=" in out
     assert "--sglang-enable-weights-cpu-backup" in out
+    assert cli.main([*argv, "--", "--sglang-attention-backend", "fa3"]) == 0  # the machine's owner knows better
+    out = capsys.readouterr().out
+    assert "--sglang-attention-backend fa3" in out
+    assert "triton" not in out
+    assert cli.main([*argv, "--", "--sglang-attention-backend", "flashinfer"]) == 2
+    assert "its planner knows one model's heads" in capsys.readouterr().err
     assert cli.main([*argv, "--set", "models.junior=qwen3-14B"]) == 2
     assert "junior.num_attention_heads=40" in capsys.readouterr().err
 

@@ -196,8 +196,8 @@ def slime_settings(
 
 
 def slime_sizes(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """`slime_settings` of a pair known by its sizes alone, for a plan: without the three that need the folders, which are
-    `--hf-checkpoint`, `--sglang-json-model-override-args` and the boundary tables. Raises ModelError for a pair that does not fit.
+    """`slime_settings` of a pair known by its sizes alone, for a plan: without what needs the folders (`--hf-checkpoint`,
+    `--sglang-json-model-override-args`, boundary tables). Raises ModelError for a pair that does not fit.
     """
     pair.require_fitting(senior, junior)
     own = environment({}, cuda=True)
