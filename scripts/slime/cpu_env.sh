@@ -21,8 +21,9 @@ stamp="$venv/.slime"
 want="$(cat "${BASH_SOURCE[0]}" "$REPO"/scripts/{slime/cpu_constraints.txt,sglang_cpu.sh,sglang_cpu_constraints.txt} | sha256sum | cut -d' ' -f1)"
 if [[ ! -f "$stamp" || "$(< "$stamp")" != "$want" ]]; then
   echo "setting up slime's requirements in $venv (once; pip then names the CUDA packages that SGLang declares and a CPU does not need)" >&2
-  # Imported by slime at this commit where these flags go; the rest of its requirements.txt is for agents and vision.
-  pip_install ray sglang-router omegaconf accelerate wandb tensorboard httpx pylatexenc blake3 xxhash zstandard datasets
+  # ray[default]: `ray job submit` goes through the dashboard. The others are imported by slime at this commit where these flags go;
+  # the rest of its requirements.txt is for agents and vision.
+  pip_install 'ray[default]' sglang-router omegaconf accelerate wandb tensorboard httpx pylatexenc blake3 xxhash zstandard datasets
   pip_install --no-deps torch-memory-saver # its preloaded library is for CUDA; the module imports without
   pip_install filelock math-verify reasoning-gym pytest # ours
   [[ "${DRY_RUN:-0}" == 1 ]] || echo "$want" > "$stamp"

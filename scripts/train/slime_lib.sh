@@ -47,6 +47,12 @@ need_number() {
   [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
 }
 
+need_port() {
+  need_number "$@"
+  [[ "${!1}" -le 65535 && ("${!1}" -lt 10001 || "${!1}" -gt 19999) ]] || refuse "$1" "${!1}" \
+    "a port, and none of 10001 to 19999, which are Ray's workers'" "set it, e.g. $1=$2"
+}
+
 need_file() {
   [[ -f "${!1}" ]] || refuse "$1" "${!1}" "an existing file: $2" "set $1 to its path"
 }
@@ -62,8 +68,8 @@ need_model() {
 need_slime() {
   need_number NODES
   need_number GPUS_PER_NODE 8
-  need_number RAY_PORT 6379
-  need_number DASHBOARD_PORT 8265
+  need_port RAY_PORT 6379
+  need_port DASHBOARD_PORT 8265
   need_number SERVER_TIMEOUT 600
   [[ -z "$RAY_START_FLAGS" || "$RAY_START_FLAGS" == --* ]] || refuse RAY_START_FLAGS "$RAY_START_FLAGS" "flags" "e.g. --num-cpus=16"
   local name
@@ -148,6 +154,9 @@ start_ray() {
   if [[ -n "${RAY_DASHBOARD:-}" ]]; then
     [[ "${DRY_RUN:-0}" == 1 ]] || wait_for RAY_DASHBOARD "$RAY_DASHBOARD/api/version"
     return
+  fi
+  if [[ "${DRY_RUN:-0}" != 1 ]] && ! "$SLIME_PYTHON" -c 'import ray.dashboard.optional_deps' 2> /dev/null; then
+    refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with ray[default]: jobs are submitted through its dashboard" "$SLIME_PYTHON -m pip install 'ray[default]'"
   fi
   export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
   start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,6 +34,7 @@ case "$*" in
     exit "$(cat HERE/code)" ;;
   *"ray.scripts.scripts job stop"*) echo "$*" > HERE/stopped ;;
   *real_parser*) exit 0 ;;
+  *ray.dashboard*) [[ ! -e HERE/minimal ]] ;;
   *) exec REAL "$@" ;;
 esac
 """
@@ -54,7 +56,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "code").write_text("0")
     rows = ({"prompt": f"{i} + 1 =", "label": i + 1} for i in range(40))
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    port = free_port()
+    port = next(p for p in iter(free_port, 0) if not 10000 < p < 20000)
     python = tmp_path / "python"
     python.write_text(FAKE.replace("HERE", str(tmp_path)).replace("REAL", sys.executable).replace("PORT", str(port)))
     python.chmod(0o755)
@@ -133,6 +135,27 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
     assert not (tmp_path / "ray.pid").exists()
 
 
+def test_a_fused_job_finds_slime_megatron_and_the_two_models(run: Run, trio: Any, tmp_path: Path) -> None:
+    """The engine's own PYTHONPATH goes before what the script set, not in its place."""
+    models = {"SENIOR_MODEL": str(trio.senior), "JUNIOR_MODEL": str(trio.junior)}
+    command = last_command(run("run_tandem_grpo.sh", "engine.mode=fused", "sampling.max_new_tokens=64", **models))
+    env = json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"]
+    assert env["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "slime_tandem.engines.fused.models"
+    assert {str(REPO), str(tmp_path / "slime"), str(tmp_path / "megatron")} <= set(env["PYTHONPATH"].split(":"))
+    flags = flags_of(command)
+    override = json.loads(flags["--sglang-json-model-override-args"][0])
+    assert override["tandem"]["junior_folder"] == str(trio.junior)
+    assert Path(override["tandem"]["tables"]).is_file()
+    assert [m["name"] for m in yaml.safe_load(Path(flags["--sglang-config"][0]).read_text())["sglang"]] == ["actor"]
+
+
+def test_a_fused_job_by_sizes_is_a_plan_and_no_job(run: Run) -> None:
+    done = run("run_tandem_grpo.sh", "engine.mode=fused")
+    assert done.returncode == 0, done.stderr
+    assert "# sizes only: --sglang-json-model-override-args" in done.stdout
+    assert "SENIOR_MODEL=qwen3-4B: expected a Hugging Face folder" in run("run_tandem_grpo.sh", DRY_RUN="").stderr
+
+
 @pytest.mark.parametrize("teacher", ["qwen3-8B", "llama3.1-8B"])
 def test_distillation_with_the_same_and_another_vocabulary_over_two_machines(run: Run, teacher: str) -> None:
     done = run(
@@ -197,6 +220,8 @@ def test_paths_of_every_kind_arrive_as_they_are(run: Run, tmp_path: Path) -> Non
         ("run_tandem_grpo.sh", {"NODES": "0"}, "NODES=0: expected a whole number above 0"),
         ("run_tandem_grpo.sh", {"GPUS_PER_NODE": "many"}, "GPUS_PER_NODE=many"),
         ("run_tandem_grpo.sh", {"RAY_START_FLAGS": "16"}, "RAY_START_FLAGS=16: expected flags"),
+        ("run_tandem_grpo.sh", {"RAY_PORT": "99999"}, "RAY_PORT=99999: expected a port"),
+        ("run_tandem_grpo.sh", {"DASHBOARD_PORT": "10001"}, "DASHBOARD_PORT=10001: expected a port, and none of 10001 to"),
         ("run_tandem_grpo.sh", {"JOB_ENV": "PATH NO_SUCH"}, "JOB_ENV=NO_SUCH: expected names of exported variables"),
         ("run_tandem_grpo.sh", {"JOB_ENV": "*"}, "JOB_ENV=*: expected names of exported variables"),
         ("run_tandem_grpo.sh", {"JOB_ENV": "--help"}, "JOB_ENV=--help: expected names of exported variables"),
@@ -263,6 +288,15 @@ def test_it_waits_submits_tells_the_exit_code_and_stops_its_ray_alone(
     assert words[words.index("--address") + 1].startswith("http://127.0.0.1:")
     assert not alive(int((tmp_path / "ray.pid").read_text()))
     assert neighbour.poll() is None
+
+
+def test_a_ray_without_its_dashboard_is_refused_at_once(run: Run, launch: Path, tmp_path: Path) -> None:
+    """It would start, and nothing would ever answer."""
+    (tmp_path / "minimal").touch()
+    done = run("submit_slime.sh", str(launch), DRY_RUN="")
+    assert done.returncode == 2
+    assert "expected a Python with ray[default]" in done.stderr
+    assert not (tmp_path / "ray.pid").exists()
 
 
 def test_a_running_ray_is_used_and_left_running(
