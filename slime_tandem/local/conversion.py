@@ -12,6 +12,7 @@ read alike.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from argparse import Namespace
@@ -79,6 +80,16 @@ def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
     _check_output(job)
     inner = find_torch_dist(job.source)
     if inner is None:
+        steps = sorted(p for p in job.source.glob("step-*") if find_torch_dist(p) is not None)
+        if steps and not (job.source / "config.json").is_file():
+            raise ConfigError(
+                explain(
+                    "source",
+                    str(job.source),
+                    "one checkpoint; this folder holds a run's",
+                    f"name one, e.g. {steps[-1]}",
+                )
+            )
         if job.like is not None:
             raise ConfigError(
                 explain(
@@ -520,7 +531,10 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
         logits = policy.logits(ids)
     difference = float((logits.log_softmax(-1) - reference).abs().max())
     say(f"verified: log-probs differ by at most {difference:.1e} nats on {ids.numel()} tokens")
-    if not difference <= VERIFY_NATS:
+    if not math.isfinite(difference):
+        expected = "finite log-probs of both checkpoints"
+        raise CheckpointError(explain("--verify", difference, expected, f"look for NaN or infinite weights in {hf}"))
+    if difference > VERIFY_NATS:
         raise CheckpointError(
             explain(
                 "--verify",
