@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from slime_tandem import cli
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.local.tasks import TaskSet, is_held_out, parse_messages
-from slime_tandem.slime_launch.flags import HOOKS, SETTINGS_KEY, plan, split
+from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, SETTINGS_KEY, plan, split
 
 Sized = Callable[..., RunConfig]
 
@@ -270,6 +271,13 @@ def test_the_command_writes_files_that_a_shell_and_yaml_can_read(
     assert [m["model_path"] for m in servers] == [str(trio.senior), str(trio.junior), str(trio.teacher)]
     assert Path(flags["--custom-config-path"][0]).parent == folder
     assert cli.main(["config", "--check", str(tmp_path / "c.yaml"), "--", "--lr", "1"]) == 2
+
+
+@pytest.mark.skipif("SLIME_DIR" not in os.environ, reason="needs SLIME_DIR, a checkout of slime")
+def test_rewards_are_slimes() -> None:
+    hub = (Path(os.environ["SLIME_DIR"]) / "slime" / "rollout" / "rm_hub" / "__init__.py").read_text()
+    assert tuple(re.findall(r'rm_type == "(\w+)"', hub)) == RM_TYPES
+    assert 'rm_type.startswith("boxed_")' in hub
 
 
 @pytest.mark.skipif(
