@@ -49,3 +49,19 @@ setup_venv() {
     mv "$stamp.new" "$stamp"
   fi
 }
+
+# refuse NAME VALUE EXPECTED REMEDY: the error that the package's own messages look like.
+refuse() {
+  echo "$1=$2: expected $3. Remedy: $4." >&2
+  exit 2
+}
+
+need_number() {
+  [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
+}
+
+need_port() {
+  need_number "$@"
+  [[ "${!1}" =~ ^[0-9]{1,5}$ && "${!1}" -le 65535 && ("${!1}" -lt 10001 || "${!1}" -gt 19999) ]] || refuse "$1" "${!1}" \
+    "a port, and none of 10001 to 19999, which are Ray's workers'" "set it, e.g. $1=$2"
+}

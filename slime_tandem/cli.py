@@ -539,13 +539,14 @@ def _slime_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> P
         from slime_tandem.engines.fused.launch import slime_settings
         from slime_tandem.local.team import Team
 
-        team = Team(config, folder)
+        # The teacher, which may be a size, is none of the engine's.
+        team = Team(config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})}), folder)
         fused = slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
     return plan(config, folder, fused=fused, extra=extra)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from slime_tandem.local.conversion import Job, convert, is_moe, slime_command, verify
+    from slime_tandem.local.conversion import Job, convert, is_moe, require_one_checkpoint, slime_command, verify
     from slime_tandem.local.torch_dist import find_torch_dist
     from slime_tandem.slime_launch.sizes import read_model_args
 
@@ -553,6 +554,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a finite number above 0", "e.g. 4"))
     source, like = Path(args.source), None if args.like is None else Path(args.like)
     job = Job(source, Path(args.output), like, args.force, int(args.max_file_gib * 2**30))
+    require_one_checkpoint(source)
     back = find_torch_dist(source) is not None
     if is_moe(like if back and like is not None else source):
         slime = os.environ.get("SLIME_DIR")

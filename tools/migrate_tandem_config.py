@@ -13,21 +13,20 @@ def run(args: argparse.Namespace) -> int:
     from slime_tandem.errors import ConfigError
     from slime_tandem.local.migrate import migrate_file
 
-    total = failed = 0
+    reports: list[int] = []
     for path in args.files:
         try:
             changes = migrate_file(path, write=args.write)
         except ConfigError as error:  # the other files get their report
             print(f"error: {error}", file=sys.stderr)
-            failed += 1
             continue
-        total += len(changes)
+        reports.append(len(changes))
         for change in changes:
             print(f"{path}: {change}")
     did = "written; the old files are beside them as *.bak" if args.write else "nothing written: add --write"
-    print(
-        f"{total} changes in {len(args.files)} files, {did}" if total else f"no legacy name in {len(args.files)} files"
-    )
+    total, failed = sum(reports), len(args.files) - len(reports)
+    if reports:
+        print(f"{total} changes in {len(reports)} files, {did}" if total else f"no legacy name in {len(reports)} files")
     if failed:
         print(f"{failed} of {len(args.files)} files could not be read or changed", file=sys.stderr)
     return 2 if failed else 0

@@ -12,6 +12,7 @@ scripts/slime/shim first on the path. --help needs none of slime, Megatron and r
 """
 
 import argparse
+import importlib.util
 import logging
 import os
 import sys
@@ -66,6 +67,18 @@ def main():
     parser.add_argument("--senior", type=Path)
     parser.add_argument("--models", type=Path)
     a = parser.parse_args()
+    models = (a.models,) if a.models else ()
+    for path in (a.work / "dump" / "rollout_data" / f"{a.rollout}.pt", a.work / "tandem.yaml", a.work / "train.log"):
+        if not path.is_file():
+            parser.error(
+                f"{path}: expected a file of the run. Remedy: name the folder of a run of real_run.py and a rollout it dumped"
+            )
+    for folder in (*filter(None, (a.senior,)), *(m / r for m in models for r in ("senior", "junior", "teacher"))):
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder}: expected a model's folder with config.json. Remedy: correct --senior or --models")
+    for name in ("slime", "megatron", "slime_tandem"):
+        if importlib.util.find_spec(name) is None:
+            parser.error(f"{name}: not found. Remedy: PYTHONPATH=.:SLIME:MEGATRON, as in the first lines of --help")
     if os.environ.get("SLIME_TANDEM_CPU") != "1":
         shim = str(Path(__file__).resolve().parent / "shim")
         paths = os.pathsep.join(filter(None, (shim, os.environ.get("PYTHONPATH"))))

@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 SLIME_COMMIT=624b824a8
 MEGATRON_COMMIT=1dcf0dafa884
-venv="${SLIME_CPU_VENV:-$REPO/.venv-slime}"
+venv="$(realpath -ms "${SLIME_CPU_VENV:-$REPO/.venv-slime}")" # the tests change folders
 sources="${SLIME_SOURCES:-$REPO/.cache/slime-sources}"
 python="$(SGLANG_VENV="$venv" bash "$REPO/scripts/sglang_cpu.sh")"
 pip_install() {
@@ -42,6 +42,6 @@ clone() { # NAME URL COMMIT
 run mkdir -p "$sources" >&2
 clone slime https://github.com/THUDM/slime.git "$SLIME_COMMIT"
 clone Megatron-LM https://github.com/NVIDIA/Megatron-LM.git "$MEGATRON_COMMIT"
-sources="$(realpath -m "$sources")" # the tests change folders
+sources="$(realpath -m "$sources")"
 printf 'export SLIME_TANDEM_SLIME=%q SLIME_TANDEM_MEGATRON=%q SLIME_TANDEM_SLIME_PYTHON=%q\n' \
   "$sources/slime" "$sources/Megatron-LM" "$python"

@@ -291,6 +291,11 @@ def wait_for(servers, start):
 def main():
     a = arguments()
     a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
+    needed = [a.slime / a.entry, a.megatron / "megatron", a.prompts, *filter(None, [a.eval_prompts])]
+    needed += [a.models / role / "config.json" for role in ("senior", "junior", "teacher")]
+    for path in needed:  # before any server starts
+        if not path.exists():
+            sys.exit(f"{path}: expected to be there. Remedy: correct --slime, --megatron, --models, --prompts or --entry")
     a.work.mkdir(parents=True, exist_ok=True)
     env = environment(a)
     servers = side_servers(a, env)

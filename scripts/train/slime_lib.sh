@@ -31,26 +31,10 @@ started=()  # process groups started here
 job=""      # the Ray job under way
 attended="" # the command that is waited for
 
-# refuse NAME VALUE EXPECTED REMEDY: the error that the package's own messages look like.
-refuse() {
-  echo "$1=$2: expected $3. Remedy: $4." >&2
-  exit 2
-}
-
 # quoted TEXT: as a YAML scalar, for settings: a path may hold an apostrophe, a blank with #, or look like a number.
 quoted() {
   local mark="'"
   printf '%s' "$mark${1//$mark/$mark$mark}$mark"
-}
-
-need_number() {
-  [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
-}
-
-need_port() {
-  need_number "$@"
-  [[ "${!1}" -le 65535 && ("${!1}" -lt 10001 || "${!1}" -gt 19999) ]] || refuse "$1" "${!1}" \
-    "a port, and none of 10001 to 19999, which are Ray's workers'" "set it, e.g. $1=$2"
 }
 
 need_file() {
@@ -70,6 +54,7 @@ need_slime() {
   need_number GPUS_PER_NODE 8
   need_port RAY_PORT 6379
   need_port DASHBOARD_PORT 8265
+  [[ "$RAY_PORT" != "$DASHBOARD_PORT" ]] || refuse DASHBOARD_PORT "$DASHBOARD_PORT" "another port than RAY_PORT" "change one"
   need_number SERVER_TIMEOUT 600
   [[ -z "$RAY_START_FLAGS" || "$RAY_START_FLAGS" == --* ]] || refuse RAY_START_FLAGS "$RAY_START_FLAGS" "flags" "e.g. --num-cpus=16"
   local name
@@ -151,12 +136,14 @@ trap 'exit 143' TERM
 # start_ray: a head on this machine, unless RAY_DASHBOARD names a running one. `ray stop` would end every Ray of the machine:
 # the head runs in the foreground of a process group of ours instead.
 start_ray() {
+  local why
+  if [[ "${DRY_RUN:-0}" != 1 ]] && ! why="$("$SLIME_PYTHON" -c 'import ray.dashboard.optional_deps' 2>&1)"; then
+    refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with ray[default], jobs are submitted through its dashboard (${why##*$'\n'})" \
+      "$SLIME_PYTHON -m pip install 'ray[default]'"
+  fi
   if [[ -n "${RAY_DASHBOARD:-}" ]]; then
     [[ "${DRY_RUN:-0}" == 1 ]] || wait_for RAY_DASHBOARD "$RAY_DASHBOARD/api/version"
     return
-  fi
-  if [[ "${DRY_RUN:-0}" != 1 ]] && ! "$SLIME_PYTHON" -c 'import ray.dashboard.optional_deps' 2> /dev/null; then
-    refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with ray[default]: jobs are submitted through its dashboard" "$SLIME_PYTHON -m pip install 'ray[default]'"
   fi
   export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
   start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \

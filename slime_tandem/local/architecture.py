@@ -108,7 +108,7 @@ def architecture_of(hf_config: Any) -> Architecture:
     kv_heads = int(hf_config.num_key_value_heads)
     head_dim = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
     require(
-        heads % kv_heads == 0,
+        kv_heads > 0 and heads % kv_heads == 0,
         "num_key_value_heads",
         kv_heads,
         f"a divisor of num_attention_heads={heads}",

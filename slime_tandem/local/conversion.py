@@ -72,24 +72,23 @@ class Job:
     max_file_bytes: int = 4 * 2**30
 
 
+def require_one_checkpoint(source: Path) -> None:
+    """Raise ConfigError, with one of them, for a folder of a run's checkpoints."""
+    steps = sorted(p for p in source.glob("step-[0-9]*") if find_torch_dist(p) is not None)
+    if steps and find_torch_dist(source) is None and not (source / "config.json").is_file():
+        expected = "one checkpoint; this folder holds a run's"
+        raise ConfigError(explain("source", str(source), expected, f"name one, e.g. {steps[-1]}"))
+
+
 def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
     """Convert in the direction that the source tells; returns the (Hugging Face, torch_dist) folders.
 
     Raises ConfigError for an output that exists, ModelError and CheckpointError for what cannot be converted.
     """
     _check_output(job)
+    require_one_checkpoint(job.source)
     inner = find_torch_dist(job.source)
     if inner is None:
-        steps = sorted(p for p in job.source.glob("step-*") if find_torch_dist(p) is not None)
-        if steps and not (job.source / "config.json").is_file():
-            raise ConfigError(
-                explain(
-                    "source",
-                    str(job.source),
-                    "one checkpoint; this folder holds a run's",
-                    f"name one, e.g. {steps[-1]}",
-                )
-            )
         if job.like is not None:
             raise ConfigError(
                 explain(
@@ -530,7 +529,6 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
     with torch.no_grad():
         logits = policy.logits(ids)
     difference = float((logits.log_softmax(-1) - reference).abs().max())
-    say(f"verified: log-probs differ by at most {difference:.1e} nats on {ids.numel()} tokens")
     if not math.isfinite(difference):
         expected = "finite log-probs of both checkpoints"
         raise CheckpointError(explain("--verify", difference, expected, f"look for NaN or infinite weights in {hf}"))
@@ -543,6 +541,7 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
                 "report this, do not use them",
             )
         )
+    say(f"verified: log-probs differ by at most {difference:.1e} nats on {ids.numel()} tokens")
     return difference
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,20 +139,49 @@ def migrate_yaml(text: str) -> tuple[str, list[Change]]:
     """YAML with keys renamed in place, comments and layout kept. Raises ConfigError for broken YAML, and as `migrate_tree`."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _require_small(node)
         tree, changes = migrate_tree(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(explain("file", " ".join(str(error).split()), "valid YAML", "correct it first")) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
+        raise ConfigError(explain("file", _told(error), "one document of valid YAML", "correct it first")) from None
     edits = sorted(set(_key_edits(node, text)), reverse=True) if node is not None else []
     for start, end, new in edits:
         quoted = bool(new) and text[start] in "\"'"
         text = text[:start] + (text[start] + new + text[start] if quoted else new) + text[end:]
     try:
         whole = yaml.safe_load(text) == tree
-    except yaml.YAMLError:  # an anchor went that others name
+    except (yaml.YAMLError, ValueError):  # an anchor went that others name
         whole = False
     if not whole:
-        raise ConfigError(explain("file", ", ".join(DROPPED), "a key that can be cut out", "take it out by hand"))
+        last = next((c for c in changes if c.new is None), changes[0] if changes else None)
+        expected = "keys that can be renamed or cut out where they stand"
+        raise ConfigError(explain("file", None if last is None else str(last), expected, "change it by hand"))
     return text, changes
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+_MOST_VALUES = 1_000_000
+
+
+def _require_small(root: yaml.Node | None) -> None:
+    """Raise ValueError for aliases that name what holds them, or unfold to more than `_MOST_VALUES` values."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = -1
+            inner = node.value if isinstance(node, yaml.SequenceNode) else []
+            if isinstance(node, yaml.MappingNode):
+                inner = [part for pair in node.value for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        if not 0 <= sizes[id(node)] <= _MOST_VALUES:
+            raise ValueError(f"aliases that unfold to more than {_MOST_VALUES} values, or to themselves")
+        return sizes[id(node)]
+
+    if root is not None:
+        size(root)
 
 
 def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
@@ -171,26 +201,42 @@ def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _cut(node: yaml.MappingNode, i: int, text: str) -> tuple[int, int, str]:
-    """The edit that takes pair `i` out, its line with it if it has one; an only pair leaves `{}`."""
+    """The edit that takes pair `i` out, its line with it if it has one; an only pair leaves `{}`.
+
+    Raises ConfigError where a comment stands between pairs of a flow mapping: whose it is, is nobody's to guess.
+    """
     key, value = node.value[i]
-    start = key.start_mark.index
+    start, end = key.start_mark.index, value.end_mark.index
     following = node.value[i + 1][0].start_mark.index if i + 1 < len(node.value) else None
     if node.flow_style:
-        if following is None and i:
-            return node.value[i - 1][1].end_mark.index, value.end_mark.index, ""
-        return start, following or value.end_mark.index, ""
-    # A block's mark of its end lies before the next token: blank lines and comments between belong to what follows.
-    lines = text[start : value.end_mark.index].split("\n")
-    while len(lines) > 1 and (not lines[-1].strip() or lines[-1].lstrip().startswith("#")):
-        lines.pop()
-    end = start + len("\n".join(lines))
+        before = node.value[i - 1][1].end_mark.index if i else start
+        if "#" in text[before:start] + text[end : following or node.end_mark.index]:
+            expected = "a flow mapping without comments around it"
+            raise ConfigError(
+                explain("file", f"line {key.start_mark.line + 1}: {key.value}", expected, "cut it by hand")
+            )
+        return (before, end, "") if following is None else (start, following, "")
+    if not isinstance(value, yaml.ScalarNode) or value.style in ("|", ">"):
+        # Here the mark lies before the next token: blank lines and comments that are no deeper belong to what follows.
+        lines = text[start:end].split("\n")
+        while len(lines) > 1 and (
+            not (bare := lines[-1].strip()) or (bare[0] == "#" and _depth(lines[-1]) <= key.start_mark.column)
+        ):
+            lines.pop()
+        end = start + len("\n".join(lines))
     if len(node.value) == 1:
         return start, end, "{}"
     line = text.rfind("\n", 0, start) + 1
-    if text[line:start].strip():  # behind the dash of a list
-        return start, following or end, ""
     after = text.find("\n", end)
-    return line, len(text) if after < 0 else after + 1, ""
+    after = len(text) if after < 0 else after
+    if not text[line:start].strip():
+        return line, min(after + 1, len(text)), ""
+    # Behind the dash of a list: the next key takes its place, unless comments stand between.
+    return start, after if following is None or "#" in text[after:following] else following, ""
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def migrate_file(path: Path, *, write: bool) -> list[Change]:
@@ -198,10 +244,12 @@ def migrate_file(path: Path, *, write: bool) -> list[Change]:
 
     With `write`, a changed file is replaced and the old one kept as `<name>.bak`, which must not exist yet. Raises ConfigError.
     """
+    path = path.resolve()  # through a link: the file changes, the link stays
+    kind = path.suffix.lower()
     try:
-        if path.suffix in (".pt", ".pth", ".bin"):
+        if kind in (".pt", ".pth", ".bin"):
             return _migrate_torch(path, write=write)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         why = (
             explain_os_error(path, error)
@@ -210,23 +258,27 @@ def migrate_file(path: Path, *, write: bool) -> list[Change]:
         )
         raise ConfigError(why) from None
     try:
-        if path.suffix == ".json":
+        if kind == ".json":
             tree, changes = migrate_tree(_json(text, path))
             new = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
         else:
-            new, changes = (migrate_yaml if path.suffix in (".yaml", ".yml") else migrate_text)(text)
+            new, changes = (migrate_yaml if kind in (".yaml", ".yml") else migrate_text)(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    try:
+        data = new.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(explain(str(path), str(error), "text that UTF-8 can hold", "correct it first")) from None
     if changes and write:
-        _replace(path, lambda temporary: temporary.write_text(new, encoding="utf-8"))
+        _replace(path, lambda temporary: temporary.write_bytes(data))
     return changes
 
 
 def _json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(explain(str(path), str(error), "valid JSON", "correct it first")) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(explain(str(path), _told(error), "valid JSON", "correct it first")) from None
 
 
 def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
@@ -237,7 +289,7 @@ def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
     try:
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        why = str(error).splitlines()[0]
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             explain(str(path), why, "a file of tensors and plain values", "save its config blob as JSON first")
         ) from None
@@ -254,6 +306,7 @@ def _replace(path: Path, save: Callable[[Path], object]) -> None:
     try:
         with whole_file(path) as file:
             save(file)
+            shutil.copymode(path, file)
             os.link(path, backup)
     except OSError as error:
         raise ConfigError(explain_os_error(path, error)) from None

@@ -110,7 +110,7 @@ def find_torch_dist(folder: Path) -> Path | None:
     if (folder / ".metadata").is_file():
         return folder
     try:
-        named = (folder / TRACKER).read_text(encoding="utf-8").strip()
+        named = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
     inner = folder / (f"iter_{int(named):07d}" if named.isdecimal() else "release")

@@ -157,9 +157,13 @@ def plan(
         shared = any(group.shared for group in place.groups)
         given = more[2:] if more[0] == "--hf-checkpoint" else more  # named above
         theirs = split([*config.cluster.slime_flags, *extra])
-        if theirs.get("--sglang-attention-backend") == ["flashinfer"]:
-            expected = "another: its planner knows one model's heads, the fused engine refuses it"
-            raise ConfigError(explain("--sglang-attention-backend", "flashinfer", expected, "remove it"))
+        for phase in ("", "decode-", "prefill-"):
+            if theirs.get(name := f"--sglang-{phase}attention-backend") == ["flashinfer"]:
+                expected = "another: its planner knows one model's heads, the fused engine refuses it"
+                raise ConfigError(explain(name, "flashinfer", expected, "remove it"))
+        for name in _FUSED_DEFAULTS:
+            if name in theirs and not "".join(theirs[name]):
+                raise ConfigError(explain(name, "", "a backend of SGLang", "name one, or remove it"))
         for name, values in split(given).items():
             left = name in _FUSED_DEFAULTS and name in theirs
             if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
@@ -204,13 +208,17 @@ def _not_under_slime(config: RunConfig) -> None:
         (
             "cluster.reference",
             reference,
-            reference is not None and not Path(reference).is_dir(),
-            "a folder, of Hugging Face weights or torch_dist",
+            reference is not None and not _holds_weights(Path(reference)),
+            "a folder of Hugging Face weights or torch_dist",
         ),
         ("control", config.control, config.control, "false: launch the control as a run of its own"),
     ):
         if bad:
             raise ConfigError(explain(name, value, expected, "change it for slime"))
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", ".metadata", "latest_checkpointed_iteration.txt"))
 
 
 def _within_context(config: RunConfig, arches: Mapping[str, Architecture], junior: Architecture | None) -> None:
@@ -219,7 +227,7 @@ def _within_context(config: RunConfig, arches: Mapping[str, Architecture], junio
     for role, arch in writers.items():
         cap = config.sampling.max_new_tokens
         if arch is not None and cap >= arch.max_positions:
-            expected = f"below the {arch.max_positions} positions of the {role}, prompts included"
+            expected = f"below the {arch.max_positions} positions of the {role}, which prompt and response share"
             raise ConfigError(explain("sampling.max_new_tokens", cap, expected, "lower it"))
 
 
@@ -407,6 +415,14 @@ def _accepted(config: RunConfig, ours: Sequence[str], extra: Sequence[str], plac
             )
         elif name not in mine:
             kept += [name, *values]
+    reward = config.cluster.reward
+    if "--rm-type" in given and reward is None:
+        raise ConfigError(
+            explain("--rm-type", " ".join(given["--rm-type"]), "cluster.reward to say it", "set that instead")
+        )
+    if reward is not None and reward.endswith("remote_rm") and not "".join(given.get("--rm-url", ())):
+        expected = "the address of the reward's server beside cluster.reward=remote_rm"
+        raise ConfigError(explain("--rm-url", None, expected, "add it behind --, or to cluster.slime_flags"))
     # What the hooks themselves would refuse when the job has started.
     check_flags(SimpleNamespace(**_as_arguments({**mine, **split(kept)})), config)
     return kept
@@ -423,7 +439,11 @@ def _value(text: str) -> Any:
     try:
         return float(text)  # YAML takes 1e-05 for text
     except ValueError:
+        pass
+    try:
         return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # a name, a pattern
+        return text
 
 
 def _describe(place: Layout) -> list[str]:

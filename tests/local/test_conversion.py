@@ -118,19 +118,23 @@ def test_verify_loads_through_megatron_and_finds_a_changed_weight(make: Make, tm
     other.mkdir()
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     (other / "config.json").write_bytes((hf / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match="--verify=.*report this"):
+    with pytest.raises(CheckpointError, match=r"--verify=.*report this"):
         verify(other, dist, by_megatron=False, say=lambda _: None)
     weights["model.layers.1.self_attn.v_proj.bias"][3] = torch.nan
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="--verify=nan: expected finite log-probs"):
+    with pytest.raises(CheckpointError, match=r"--verify=nan: expected finite log-probs"):
         verify(other, dist, by_megatron=False, say=lambda _: None)
 
 
-def test_a_runs_folder_of_checkpoints_is_told_from_a_model(make: Make, tmp_path: Path) -> None:
+def test_a_runs_folder_of_checkpoints_is_told_from_a_model(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in ("step-000001", "step-000002"):
         MegatronPolicy.from_hf(make(), None).save_checkpoint(tmp_path / "checkpoints" / step, {})
     with pytest.raises(ConfigError, match=r"expected one checkpoint.*name one, e\.g\. .*step-000002"):
         convert(Job(tmp_path / "checkpoints", tmp_path / "out", like=make()))
+    assert cli.main(["convert", str(tmp_path / "checkpoints"), str(tmp_path / "out")]) == 2
+    assert "name one, e.g." in capsys.readouterr().err
 
 
 def test_a_stopped_conversion_goes_on_and_makes_damaged_files_again(

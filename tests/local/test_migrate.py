@@ -103,6 +103,10 @@ def test_what_has_no_successor() -> None:
         ("{a: 1, model_a_mask: 1}\n", "{a: 1}\n"),
         ("{'model_a_mask': 1, prob_primary: 2}\n", "{prob_senior: 2}\n"),
         ("{model_a_mask: 1}\n", "{}\n"),
+        ("- model_a_mask: 1 # old\n  # of b\n  b: 3\n", "- \n  # of b\n  b: 3\n"),
+        ('a: 1\nmodel_a_mask: "x\n  # no comment"\nb: 2\n', "a: 1\nb: 2\n"),
+        ("model_a_mask: |\n  x\n  # text\n# of b\nb: 2\n", "# of b\nb: 2\n"),
+        ("a: 1\r\nmodel_a_mask: 1\r\nprob_primary: 2\r\n", "a: 1\r\nprob_senior: 2\r\n"),
     ],
 )
 def test_yaml_without_what_has_no_successor(text: str, expected: str) -> None:
@@ -128,8 +132,49 @@ def test_yaml_is_the_tree_without_it(tree: Any, flow: bool | None) -> None:
     assert told == changes
 
 
+def bomb() -> bytes:
+    lines = [b"a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [b"a%d: &a%d [%s]" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 9)]
+    return b"\n".join(lines)
+
+
+UNREADABLE = {
+    "date.yaml": b"a: 2020-13-45",
+    "number.yaml": b"a: 0x_",
+    "itself.yaml": b"a: &a [*a]",
+    "two.yaml": b"a: 1\n---\nb: 1",
+    "deep.yaml": b"[" * 2000,
+    "bomb.yaml": bomb(),
+    "comment.yaml": b"{a: 1, # of a\n model_a_mask: 1}",
+    "deep.json": b"[" * 100_000,
+    "half.json": b'{"prob_primary": "\\ud800"}',
+    "empty.pt": b"",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_files_that_cannot_be_read_or_changed(tmp_path: Path, name: str) -> None:
+    content = UNREADABLE[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError):
+        migrate_file(tmp_path / name, write=True)
+    assert (tmp_path / name).read_bytes() == content
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_the_file_behind_a_link_changes_and_keeps_its_mode(tmp_path: Path) -> None:
+    script, link = tmp_path / "run.sh", tmp_path / "link.sh"
+    script.write_bytes(b"x prob_primary=1\r\n")
+    script.chmod(0o750)
+    link.symlink_to(script)
+    migrate_file(link, write=True)
+    assert script.read_bytes() == b"x prob_senior=1\r\n"
+    assert (script.stat().st_mode & 0o777, link.is_symlink()) == (0o750, True)
+    assert (tmp_path / "run.sh.bak").read_bytes() == b"x prob_primary=1\r\n"
+
+
 def test_an_anchor_that_is_needed_elsewhere_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="take it out by hand"):
+    with pytest.raises(ConfigError, match="change it by hand"):
         migrate_yaml("model_a_mask: &m {a: 1}\nb: *m\n")
 
 

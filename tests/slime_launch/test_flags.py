@@ -24,13 +24,16 @@ Sized = Callable[..., RunConfig]
 
 
 def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "latest_checkpointed_iteration.txt").write_text("release")
     config = sized(
         seed=7,
         sampling={"max_new_tokens": 512, "stop": ["\n\n", "END"]},
         train={"steps": 3, "updates_per_step": 2, "save_every": 5},
         objective={"clip_low": 0.1, "kl_coef": 0.01, "kl_estimator": "k2", "scale_advantages": "std"},
         optimizer={"lr": 1e-6, "warmup_steps": 4},
-        cluster={"reward": "math", "reference": str(tmp_path)},
+        cluster={"reward": "math", "reference": str(reference)},
         tandem={"prob_senior": 0.3},
     )
     launch = plan(config, tmp_path / "launch")
@@ -52,7 +55,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--save-interval": ["5"],
         "--make-vocab-size-divisible-by": ["1"],
         "--rm-type": ["math"],
-        "--ref-load": [str(tmp_path)],
+        "--ref-load": [str(reference)],
         "--actor-num-gpus-per-node": ["6"],
         "--rollout-num-gpus": ["8"],
         "--colocate": [],
@@ -183,6 +186,10 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"train": {"steps": 0}}, "train.steps"),
         ({"cluster": {"reward": "zzz"}}, "cluster.reward='zzz': expected null .*, or one of slime's remote_rm"),
         ({"cluster": {"reward": "boxed_zzz"}}, "cluster.reward"),
+        ({"cluster": {"reward": "remote_rm"}}, "--rm-url=None: expected the address"),
+        ({"cluster": {"slime_flags": ["--rm-type", "math"]}}, "--rm-type='math': expected cluster.reward to say it"),
+        ({"cluster": {"reference": ""}}, "cluster.reference='': expected a folder"),
+        ({"cluster": {"reference": "/tmp"}}, "cluster.reference='/tmp': expected a folder of Hugging Face weights"),
         ({"cluster": {"reference": "/no/such/folder"}}, "cluster.reference='/no/such/folder': expected a folder"),
         (
             {"sampling": {"max_new_tokens": 40960}},
@@ -240,10 +247,19 @@ def test_a_fused_pair_by_sizes_is_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "--sglang-attention-backend fa3" in out
     assert "triton" not in out
-    assert cli.main([*argv, "--", "--sglang-attention-backend", "flashinfer"]) == 2
-    assert "its planner knows one model's heads" in capsys.readouterr().err
+    for phase in ("", "decode-", "prefill-"):
+        assert cli.main([*argv, "--", f"--sglang-{phase}attention-backend", "flashinfer"]) == 2
+        assert "its planner knows one model's heads" in capsys.readouterr().err
+    for empty in (["--sglang-attention-backend"], ["--sglang-attention-backend", ""]):
+        assert cli.main([*argv, "--", *empty]) == 2
+        assert "expected a backend of SGLang" in capsys.readouterr().err
     assert cli.main([*argv, "--set", "models.junior=qwen3-14B"]) == 2
     assert "junior.num_attention_heads=40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[a] b", "@x", "a: b: c", "*x", "2020-13-45", "0x_"])
+def test_values_that_are_no_yaml_are_text(sized: Sized, tmp_path: Path, text: str) -> None:
+    assert split(plan(sized(), tmp_path, extra=["--wandb-group", text]).flags)["--wandb-group"] == [text]
 
 
 def test_servers_that_must_answer_first(sized: Sized, tmp_path: Path) -> None:
