@@ -295,7 +295,9 @@ def main():
     needed += [a.models / role / "config.json" for role in ("senior", "junior", "teacher")]
     for path in needed:  # before any server starts
         if not path.exists():
-            sys.exit(f"{path}: expected to be there. Remedy: correct --slime, --megatron, --models, --prompts or --entry")
+            sys.exit(
+                f"{path}: expected to be there. Remedy: correct --slime, --megatron, --models, --prompts or --entry"
+            )
     a.work.mkdir(parents=True, exist_ok=True)
     env = environment(a)
     servers = side_servers(a, env)
