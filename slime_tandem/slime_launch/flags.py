@@ -211,7 +211,12 @@ def _not_under_slime(config: RunConfig) -> None:
             reference is not None and not _holds_weights(Path(reference)),
             "a folder of Hugging Face weights or torch_dist",
         ),
-        ("control", config.control, config.control, "false: launch the control as a run of its own"),
+        (
+            "control",
+            config.control,
+            config.control,
+            "false (--set control=false): launch the control as a run of its own",
+        ),
     ):
         if bad:
             raise ConfigError(explain(name, value, expected, "change it for slime"))
