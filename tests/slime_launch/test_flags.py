@@ -189,7 +189,7 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"cluster": {"reward": "remote_rm"}}, "--rm-url=None: expected the address"),
         ({"cluster": {"slime_flags": ["--rm-type", "math"]}}, "--rm-type='math': expected cluster.reward to say it"),
         ({"cluster": {"reference": ""}}, "cluster.reference='': expected a folder"),
-        ({"cluster": {"reference": "/tmp"}}, "cluster.reference='/tmp': expected a folder of Hugging Face weights"),
+        ({"cluster": {"reference": "/usr"}}, "cluster.reference='/usr': expected a folder of Hugging Face weights"),
         ({"cluster": {"reference": "/no/such/folder"}}, "cluster.reference='/no/such/folder': expected a folder"),
         (
             {"sampling": {"max_new_tokens": 40960}},
