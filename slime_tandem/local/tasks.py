@@ -34,6 +34,16 @@ from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ConfigError, DataError, explain
 from slime_tandem.types import Message, Prompt
 
+EVALUATED_AS_CODE: Mapping[str, str] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"), "eval"),
+    "bitwise_arithmetic": "eval (of its question)",
+    **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), "sympy's parse_expr, which is an eval"),
+    **dict.fromkeys(("simple_integration", "intermediate_integration"), "sympy's parse_expr, which is an eval"),
+    "composite": "the scorers of the data sets that it names",
+}
+"""Data sets of reasoning-gym whose scorer runs text as Python, and by what: a model could answer with a program, and the
+trainer would run it. They are refused; tests/tasks reads the sources of all scorers and finds these."""
+
 HELD_OUT_ONE_IN = 10
 INSTRUCTION = "End with <answer>...</answer>."
 
@@ -210,6 +220,16 @@ class _ReasoningGym:
                     family,
                     "`jsonl` or a reasoning-gym data set",
                     _hint(family, [*families, "jsonl"]),
+                )
+            )
+        if family in EVALUATED_AS_CODE:
+            raise ConfigError(
+                explain(
+                    f"{where}.family",
+                    family,
+                    f"a data set whose scorer does not run a model's answer as Python; this one hands it to "
+                    f"{EVALUATED_AS_CODE[family]}",
+                    "choose another family, or give prompts and labels of your own by `jsonl`",
                 )
             )
         known = [f.name for f in dataclasses.fields(families[family][1]) if f.name not in ("seed", "size")]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ConfigError, DataError
-from slime_tandem.local.tasks import INSTRUCTION, TaskSet, extract_answer, is_held_out, read_jsonl
+from slime_tandem.local.tasks import EVALUATED_AS_CODE, INSTRUCTION, TaskSet, extract_answer, is_held_out, read_jsonl
 from slime_tandem.types import Message, Prompt
 
 SUMS = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2})
@@ -256,3 +260,70 @@ def test_our_own_errors_are_not_hidden_by_the_guard() -> None:
     broken = Prompt(prompt.prompt_id, prompt.messages, prompt.label, prompt.task, {"spec": 0, "entry": {}})
     with pytest.raises(KeyError):
         tasks.reward(broken, "<answer>4</answer>")
+
+
+RUNS_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "parse_expr",
+    "sympify",
+    "parse_latex",
+    "lambdify",
+    "literal_eval",
+    "__import__",
+}
+SAFE_PARSERS = {"propositional_logic"}
+"""Families with a `parse_expr` of their own, which builds a tree and runs nothing."""
+
+
+def functions_of(cls: type) -> dict[str, ast.FunctionDef]:
+    """Functions and methods by name in the modules of a class and its bases within reasoning-gym, the class's own first."""
+    found: dict[str, ast.FunctionDef] = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith("reasoning_gym"):
+            tree = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    found.setdefault(node.name, node)
+    return found
+
+
+def reached_calls(cls: type, start: str = "score_answer") -> set[str]:
+    """Last names of all that `start` calls, directly or through functions of the same modules."""
+    functions, calls, waiting, seen = functions_of(cls), set(), [start], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in functions:
+            continue
+        seen.add(name)
+        names = {
+            node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            for node in ast.walk(functions[name])
+            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))
+            if ast.unparse(node.func) != "re.compile"
+        }
+        calls |= names
+        waiting += names
+    return calls
+
+
+def test_every_scorer_that_runs_text_is_refused_and_no_other() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
+    runs = {
+        name
+        for name, (cls, _) in reasoning_gym.factory.DATASETS.items()
+        if reached_calls(cls) & RUNS_TEXT and name not in SAFE_PARSERS
+    }
+    assert len(reasoning_gym.factory.DATASETS) > 100
+    assert runs | {"composite"} == set(EVALUATED_AS_CODE)
+
+
+@pytest.mark.parametrize("family", sorted(EVALUATED_AS_CODE))
+def test_a_family_whose_scorer_runs_text_is_refused_by_name(family: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"tasks\.0\.family='{family}': expected a data set whose scorer does not run"
+    ):
+        TaskSet([TaskSpec(family=family)], seed=0)
