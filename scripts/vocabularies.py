@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes, check_encoding
-from slime_tandem.distill.vocabularies import parse_sentencepiece, parse_tekken, parse_tiktoken
+from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes, check_encoding
+from slime_tandem.tokens.vocabularies import parse_sentencepiece, parse_tekken, parse_tiktoken
 
 REPO = Path(__file__).resolve().parent.parent
 FETCH = "python scripts/fetch_vocabularies.py"

@@ -132,7 +132,7 @@ def side_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     For tests that are not about servers: each takes seconds to start, and these start once in a test process, when first asked
     for.
     """
-    from slime_tandem.engines.launch import ServerProcess
+    from slime_tandem.engines.processes import ServerProcess
 
     logs = tmp_path_factory.mktemp("frozen")
     urls: dict[str, str] = {}

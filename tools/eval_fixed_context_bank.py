@@ -12,7 +12,7 @@ from slime_tandem.cli import main
 def run(args: argparse.Namespace) -> int:
     from slime_tandem.diagnostics.output import show
     from slime_tandem.diagnostics.rescore import EvaluationJob, evaluate_bank
-    from slime_tandem.local.pretrain import resolve_model
+    from slime_tandem.models.builtin import resolve_model
 
     cache = Path(args.cache_dir)
     job = EvaluationJob(

@@ -10,8 +10,8 @@ from slime_tandem.cli import main
 
 
 def run(args: argparse.Namespace) -> int:
+    from slime_tandem.config.migrate import migrate_file
     from slime_tandem.errors import ConfigError
-    from slime_tandem.local.migrate import migrate_file
 
     reports: list[int] = []
     for path in args.files:

@@ -46,7 +46,7 @@ import numpy as np
 from vocabularies import Vocabulary, load
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Aligner
-from slime_tandem.distill.token_bytes import TEXT_CLASSES, encode_exact
+from slime_tandem.tokens.token_bytes import TEXT_CLASSES, encode_exact
 
 SPEED_PAIRS = [("qwen", "llama3"), ("qwen", "smollm2"), ("qwen", "gemma3"), ("qwen", "mistral-v3")]
 FUZZ_NAMES = ["qwen", "llama3", "smollm2", "gemma3", "mistral-v3", "mistral-v1", "tekken", "o200k", "deepseek", "gpt2"]
@@ -282,7 +282,7 @@ def byte_level_name(piece: bytes) -> str:
 
 
 def _alphabet() -> dict[int, str]:
-    from slime_tandem.distill.token_bytes import _byte_alphabet
+    from slime_tandem.tokens.token_bytes import _byte_alphabet
 
     return {b: c for c, b in _byte_alphabet().items()}
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vocabularies import FILES, Vocabulary, load
 
 from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
-from slime_tandem.distill.token_bytes import encode_exact
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.tokens.token_bytes import encode_exact
 
 ENGLISH = """We are asked for the number of apples. There are 12 baskets with 34 apples each, so there are 12 * 34 = 408 apples.
 

@@ -28,13 +28,13 @@ import torch
 
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.engines.hf import load_model
-from slime_tandem.local.pretrain import TASK, Recipe, make_model, resolve_model
-from slime_tandem.local.rollouts import rollout
 from slime_tandem.local.run import train
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Team
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.builtin import TASK, Recipe, make_model, resolve_model
+from slime_tandem.models.hf import load_model
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.rollouts import rollout
+from slime_tandem.team.team import Team
 from slime_tandem.types import TandemSample
 
 CONTEXT_PROMPTS = 64

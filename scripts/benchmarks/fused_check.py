@@ -27,13 +27,13 @@ import torch
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import FusedServer
-from slime_tandem.engines.hf import load_model
-from slime_tandem.engines.protocol import GenerateRequest
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.hf import load_model
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter, handoff_of
+from slime_tandem.rollout.writer import TandemWriter, handoff_of
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 BATCHES = (1, 3, 8, 32)

@@ -39,16 +39,16 @@ from typing import Any
 from bench_models import QWEN3, SIZES, make_folder
 from tandem_rollout import VARIANTS, make_writers, tandem
 
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import environment, override_args, write_tables
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.engines.sglang import free_port
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule, author_key
-from slime_tandem.rollout.tandem import handoff_of
+from slime_tandem.rollout.writer import handoff_of
 from slime_tandem.signals import terminate_as_interrupt
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
 PROMPT_IDS = 150000

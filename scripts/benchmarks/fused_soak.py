@@ -24,11 +24,11 @@ from slime_tandem.config import SamplingConfig, Strategy
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.errors import EngineError
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("soak", (), None, "soak")

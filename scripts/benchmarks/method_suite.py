@@ -15,8 +15,8 @@ from pathlib import Path
 
 from distillation import Reader, contexts_of, divergences
 
-from slime_tandem.local.pretrain import resolve_model
-from slime_tandem.report.suite import Mean, read_mapping
+from slime_tandem.models.builtin import resolve_model
+from slime_tandem.report.comparison import Mean, read_mapping
 from slime_tandem.report.summary import load_config, summarise
 
 

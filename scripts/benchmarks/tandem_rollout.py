@@ -41,12 +41,12 @@ from bench_models import SIZES, make_folder, tiny_pair
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.engines.sglang import free_port
+from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
@@ -219,7 +219,7 @@ def make_writers(
 
 async def measure(args: argparse.Namespace, urls: tuple[str, str], label: str, rows: list[dict[str, Any]]) -> None:
     """All variants and concurrencies on one pair of servers; each row is printed as it comes."""
-    from slime_tandem.local.tokenizer import ModelTokenizer
+    from slime_tandem.models.tokenizer import ModelTokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
     tokens = ModelTokenizer.load(Path(args.tokenizer)).tokens
@@ -414,8 +414,8 @@ def gpu(args: argparse.Namespace) -> None:
 
 def traffic(args: argparse.Namespace) -> None:
     """Bytes sent per response length, whole contexts against sessions; two embedded servers with tiny random models."""
-    from slime_tandem.engines.launch import ServerProcess
-    from slime_tandem.local.tokenizer import ModelTokenizer
+    from slime_tandem.engines.processes import ServerProcess
+    from slime_tandem.models.tokenizer import ModelTokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
     root = Path(tempfile.mkdtemp())

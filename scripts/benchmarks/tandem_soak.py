@@ -29,15 +29,15 @@ from bench_models import tiny_pair
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.engines.protocol import Engine
+from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import EngineError
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 KINDS = ("503", "closed before", "closed after", "hang", "log-prob lost", "field lost", "cut", "abort")

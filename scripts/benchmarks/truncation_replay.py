@@ -21,14 +21,14 @@ import torch
 
 from slime_tandem.config import RunConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
-from slime_tandem.local.policy import MegatronPolicy
-from slime_tandem.local.pretrain import resolve_model
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.megatron.policy import MegatronPolicy
+from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.truncation import KeptIds, Replay, Truncation
+from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.tasks.families import TaskSet
 
 CUTS = {
     "none": Truncation(),

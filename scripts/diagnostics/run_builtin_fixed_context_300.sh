@@ -13,7 +13,7 @@ if [[ -z "${TEACHER_MODEL:-}" ]]; then
     TEACHER_MODEL=builtin:teacher
   else
     TEACHER_MODEL="$CACHE/same-vocabulary/teacher"
-    make="import sys; from pathlib import Path; from slime_tandem.local.pretrain import Recipe, make_model
+    make="import sys; from pathlib import Path; from slime_tandem.models.builtin import Recipe, make_model
 make_model('teacher', Recipe(teacher_tokenizer=Recipe().student_tokenizer), Path(sys.argv[1]), print)"
     [[ -f "$TEACHER_MODEL/measured.json" ]] || run "$VENV/bin/python" -c "$make" "$CACHE/same-vocabulary"
   fi

@@ -93,10 +93,10 @@ def main():
     from slime.observability import rollout_data_utils
 
     from slime_tandem.config import OptimizerConfig
-    from slime_tandem.local.batches import build_rows
-    from slime_tandem.local.policy import MegatronPolicy
-    from slime_tandem.local.trainer import Trainer
+    from slime_tandem.megatron.policy import MegatronPolicy
     from slime_tandem.slime_hooks import hooks, settings
+    from slime_tandem.training.rows import build_rows
+    from slime_tandem.training.trainer import Trainer
 
     logging.disable(logging.INFO)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

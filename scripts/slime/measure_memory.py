@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config
 
 from slime_tandem.config import ClusterConfig
-from slime_tandem.local.convert import transformer_config_from_hf
+from slime_tandem.megatron.weights import transformer_config_from_hf
 from slime_tandem.slime_hooks.spec import layer_spec
 from slime_tandem.slime_launch.memory import trainer_memory
 from slime_tandem.slime_launch.sizes import PUBLISHED

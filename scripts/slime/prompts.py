@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.local.tasks import TaskSet
+from slime_tandem.tasks.families import TaskSet
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("family")

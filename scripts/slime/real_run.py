@@ -3,7 +3,7 @@
 
     scripts/slime/real_run.py --slime SLIME --megatron MEGATRON --models TRIO --prompts FILE --work DIR [--cpu] [--fused]
 
-`TRIO` holds the folders junior, senior and teacher (`python -m slime_tandem.local.pretrain` makes one). Junior and teacher get
+`TRIO` holds the folders junior, senior and teacher (`python -m slime_tandem.models.builtin` makes one). Junior and teacher get
 servers of their own beside slime's senior; with --fused the junior is inside the senior's. The run stops nothing that it did
 not start. docs/slime.md explains the flags; docs/results/slime-cpu.md is a run of this script.
 """
@@ -225,7 +225,7 @@ def environment(a):
 
 def side_servers(a, env):
     """Servers of junior and teacher, not yet started, by setting."""
-    from slime_tandem.engines.launch import ServerProcess
+    from slime_tandem.engines.processes import ServerProcess
     from slime_tandem.engines.sglang import SglangProcess
 
     flags, switches = server_flags(a)
@@ -269,7 +269,7 @@ def fused_flags(a, env, section):
     """What the fused engine adds to slime's flags, as `slime-tandem config --check` prints it; variables go into `env`."""
     from slime_tandem.config import RunConfig
     from slime_tandem.engines.fused.launch import slime_settings
-    from slime_tandem.local.team import Team
+    from slime_tandem.team.team import Team
 
     tree = section["slime_tandem"]
     config = RunConfig.from_mapping({**tree, "models": {**tree["models"], "senior": str(a.models / "senior")}})

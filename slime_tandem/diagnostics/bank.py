@@ -27,9 +27,9 @@ from typing_extensions import TypedDict
 
 from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.distill.teachability import TopLists
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.errors import DataError, explain
 from slime_tandem.files import whole_file
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray
 
 VERSION = 1

@@ -1,6 +1,6 @@
 """Makes a bank of fixed contexts: responses of a student, scored by it and by a teacher, and some positions of them.
 
-Responses are written by the run's senior on held-out prompts, or read from a JSONL file (`local/score.py` has its format).
+Responses are written by the run's senior on held-out prompts, or read from a JSONL file (`team/score_file.py` has its format).
 Scores are over the whole set of responses (the batch) before positions are drawn.
 """
 
@@ -20,7 +20,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, QUADRANTS, VERSION, bank_id, vocabulary_of, weights_fingerprint, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
-from slime_tandem.distill.scoring import Scoring, Teacher, student_candidates
+from slime_tandem.distill.panel import Scoring, Teacher, student_candidates
 from slime_tandem.distill.selection import TokenKeys
 from slime_tandem.distill.teachability import (
     Compatibility,
@@ -33,10 +33,10 @@ from slime_tandem.distill.teachability import (
     token_scores,
 )
 from slime_tandem.errors import ConfigError, DataError, TeacherScoreError, explain
-from slime_tandem.local.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
-from slime_tandem.local.score import read_responses
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Team
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.team.score_file import read_responses
+from slime_tandem.team.team import Team
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray, TandemSample
 
 Sampling = Literal["quadrant", "uniform"]

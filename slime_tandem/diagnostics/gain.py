@@ -28,8 +28,8 @@ from statsmodels.regression.linear_model import WLS
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, QUADRANTS, Bank, Metadata, lengths_of
 from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.errors import ConfigError, DataError, explain
-from slime_tandem.evaluation.statistics import Estimate, interval, resampled_means
 from slime_tandem.report.dots import Scatter
+from slime_tandem.report.statistics import Estimate, interval, resampled_means
 from slime_tandem.types import BoolArray, FloatArray, IntArray
 
 GainKind = Literal["absolute", "relative"]

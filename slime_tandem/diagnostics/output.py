@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_tandem.evaluation.statistics import Estimate
 from slime_tandem.files import whole_file
 from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
+from slime_tandem.report.statistics import Estimate
 
 _COLUMNS = ("section", "name", "value", "low", "high", "unit", "n", "reason")
 

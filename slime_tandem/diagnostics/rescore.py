@@ -34,11 +34,11 @@ from slime_tandem.diagnostics.bank import (
     writing,
 )
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
-from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.hf import load_model
 from slime_tandem.errors import DataError, ModelError, explain
 from slime_tandem.files import whole_file
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.hf import load_model
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.tokens.token_bytes import TokenBytes
 
 PART = 32
 """Responses per part file."""

@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_tandem.config import AlignmentPolicy, Thinking
-from slime_tandem.distill.reading import INVALID_UTF8, NORMALISED, ReadText, read_text, readable_text
 from slime_tandem.distill.special_tokens import SpecialMap, map_special_tokens
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.errors import DataError, explain
+from slime_tandem.tokens.reading import INVALID_UTF8, NORMALISED, ReadText, read_text, readable_text
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray
 
 __all__ = ["Aligner", "Alignment", "AlignmentPolicy", "Bridge", "TeacherText", "readable_text"]

@@ -16,9 +16,9 @@ import numpy as np
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner, Alignment
-from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
 
 _WINDOW, _WINDOW_VALUES = 32, 1024
@@ -31,7 +31,7 @@ LogProbsById = Mapping[int, float]
 class Twins:
     """The token of the other vocabulary with the same bytes or the same role, -1 for none; one array per direction.
 
-    >>> from slime_tandem.distill.token_bytes import TokenBytes
+    >>> from slime_tandem.tokens.token_bytes import TokenBytes
     >>> s = TokenBytes((b"a", b"b", None), frozenset({2}), frozenset({2}), {2: "<|im_end|>"})
     >>> t = TokenBytes((None, b"b"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
     >>> twins = Twins(Aligner(s, t, end_of_turn=0))

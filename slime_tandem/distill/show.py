@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Alignment
-from slime_tandem.distill.token_bytes import TEXT_CLASSES
+from slime_tandem.tokens.token_bytes import TEXT_CLASSES
 
 _STYLES = {
     "special": "bold white on magenta",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slime_tandem.config import Thinking
-from slime_tandem.distill.token_bytes import Role, TokenBytes
+from slime_tandem.tokens.token_bytes import Role, TokenBytes
 
 _WRITABLE = ("think", "tool")  # roles whose marker a teacher without it can read as text
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig, RunConfig
 from slime_tandem.errors import TandemError
-from slime_tandem.local.batches import Response, TrainRow
-from slime_tandem.local.tokenizer import ModelTokenizer
-from slime_tandem.local.trainer import Trainer
+from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.objective.advantages import group_advantages
 from slime_tandem.objective.kl import kl_estimate
 from slime_tandem.objective.loss import Denominators, PackedTokens, tandem_loss
+from slime_tandem.training.rows import Response, TrainRow
+from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import SENIOR, FloatArray, Message, ScoredSample, TandemSample
 
 Status = Literal["pass", "warn", "fail", "skip"]

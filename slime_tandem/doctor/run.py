@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.scoring import describe_special
+from slime_tandem.distill.panel import describe_special
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, attempt
-from slime_tandem.engines.protocol import GenerateRequest
 from slime_tandem.errors import TandemError, explain_os_error
-from slime_tandem.local.batches import Response, build_rows
-from slime_tandem.local.policy import MegatronPolicy
-from slime_tandem.local.rollouts import rollout
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Team
-from slime_tandem.local.trainer import Trainer
+from slime_tandem.megatron.policy import MegatronPolicy
+from slime_tandem.protocol import GenerateRequest
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.rollouts import rollout
+from slime_tandem.team.team import Team
+from slime_tandem.training.rows import Response, build_rows
+from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import FloatArray, ScoredSample
 
 Say = Callable[[Finding], None]

@@ -23,8 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from slime_tandem.engines.fused import wire
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.engines import handoff_wire
 from slime_tandem.errors import (
     EngineError,
     EngineRejectedError,
@@ -32,6 +31,7 @@ from slime_tandem.errors import (
     WeightVersionError,
     explain,
 )
+from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
@@ -406,7 +406,7 @@ class EngineClient:
         SGLang's own list of log-probs is not used: it loses one of a request that was retracted, this report does not.
         """
         assert request.handoff is not None
-        entries = meta.get(wire.REPORT) or []
+        entries = meta.get(handoff_wire.REPORT) or []
         if count and not entries:
             raise EngineRejectedError(
                 explain(
@@ -416,7 +416,7 @@ class EngineClient:
                     "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
                 )
             )
-        if any(e[0] == wire.REFUSED for e in entries):
+        if any(e[0] == handoff_wire.REFUSED for e in entries):
             raise EngineRejectedError(
                 explain(
                     f"{self.role} engine {self.base_url} {where}",
@@ -426,11 +426,13 @@ class EngineClient:
                 )
             )
         if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
-            raise self._bad(f"{where} {wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids")
+            raise self._bad(
+                f"{where} {handoff_wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids"
+            )
         authors = tuple(int(e[0]) for e in entries)
         if not request.return_logprob:
             return authors, (), ()
-        name = f"{where} {wire.REPORT}"
+        name = f"{where} {handoff_wire.REPORT}"
         log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
         return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
 
@@ -498,7 +500,7 @@ def _rule_of(request: GenerateRequest) -> str:
     if request.handoff is None:
         return ""
     assert request.session_params is None, "the length of a session's input is the server's knowledge"
-    return wire.suffix(request.handoff, len(request.input_ids))
+    return handoff_wire.suffix(request.handoff, len(request.input_ids))
 
 
 def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, explain
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 _REOPENED = 2
 """Times that a refused request is tried again in a new session."""

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from slime_tandem.engines.launch import ChildServer
+from slime_tandem.engines.processes import ChildServer
 from slime_tandem.errors import EngineUnavailableError, PortInUseError, explain
 
 CPU_ARGS = (

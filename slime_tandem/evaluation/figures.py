@@ -14,8 +14,8 @@ import torch
 
 from slime_tandem.config import KlEstimator
 from slime_tandem.evaluation.scoring import Reading
-from slime_tandem.evaluation.statistics import Estimate, Ratio, pass_at_k, pass_ks
 from slime_tandem.objective.kl import kl_estimate
+from slime_tandem.report.statistics import Estimate, Ratio, pass_at_k, pass_ks
 from slime_tandem.types import FloatArray, TandemSample
 
 Part = Literal["solo", "handoff", "drift", "legibility"]

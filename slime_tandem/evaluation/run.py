@@ -13,7 +13,6 @@ from typing import Any
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.errors import ConfigError, TokenizerMismatchError, explain
 from slime_tandem.evaluation.figures import (
     TITLES,
@@ -26,13 +25,14 @@ from slime_tandem.evaluation.figures import (
     undefined,
 )
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
-from slime_tandem.evaluation.statistics import LEVEL, Estimate, bootstrap
-from slime_tandem.local.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Role, Team
-from slime_tandem.local.tokenizer import require_same_tokenizer
+from slime_tandem.models.tokenizer import require_same_tokenizer
+from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.team.team import Role, Team
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray, Prompt, TandemSample
 
 DRIFT_ROLLOUT_ID = EVAL_ROLLOUT_ID + 1

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.distill.reading import readable_text
-from slime_tandem.distill.scoring import response_log_probs
-from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import Engine, GenerateRequest
+from slime_tandem.distill.panel import response_log_probs
+from slime_tandem.protocol import Engine, GenerateRequest
+from slime_tandem.tokens.reading import readable_text
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import BoolArray, FloatArray, Message, TandemSample
 
 Tokens = tuple[int, ...]

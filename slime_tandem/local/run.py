@@ -21,22 +21,22 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.scoring import describe_special
+from slime_tandem.distill.panel import describe_special
 from slime_tandem.errors import RunDirError, TandemError, explain
-from slime_tandem.local.architecture import architecture_of, load_hf_config
-from slime_tandem.local.batches import build_rows
-from slime_tandem.local.policy import MegatronPolicy
-from slime_tandem.local.rollouts import evaluate, rollout, rollout_metrics, with_revival
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Team
-from slime_tandem.local.trainer import Trainer
+from slime_tandem.megatron.architecture import architecture_of, load_hf_config
+from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
+from slime_tandem.report.run_folder import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
 from slime_tandem.report.summary import Summary, summarise, write_summary
-from slime_tandem.report.writer import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
 from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
 from slime_tandem.signals import terminate_as_interrupt
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.rollouts import evaluate, rollout, rollout_metrics, with_revival
+from slime_tandem.team.team import Team
+from slime_tandem.training.rows import build_rows
+from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2

@@ -26,9 +26,9 @@ from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName, Strategy
 from slime_tandem.errors import ConfigError, EngineError, RunDirError, explain
-from slime_tandem.report.suite import MAPPING, MAPPING_COLUMNS, read_mapping
+from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
+from slime_tandem.report.run_folder import disk_errors, replace_file, require_same_settings
 from slime_tandem.report.summary import summarise
-from slime_tandem.report.writer import disk_errors, replace_file, require_same_settings
 
 if TYPE_CHECKING:
     from slime_tandem.slime_launch.flags import Plan

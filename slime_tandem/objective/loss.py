@@ -5,7 +5,7 @@ Four terms, each with its own weights and denominator, so that no term's size de
           clipped (PPO, arXiv 1707.06347; asymmetric clip of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729) or CISPO
           (arXiv 2506.13585), with the ratio of the token or of the whole response (GSPO, arXiv 2507.18071)
   opd     the clipped surrogate of the distillation advantage -(log pi_student - log pi_teacher), detached, with the token's
-          ratio; or a divergence over candidate tokens (objective/distillation.py); on senior-written, aligned tokens
+          ratio; or a divergence over candidate tokens (objective/divergence.py); on senior-written, aligned tokens
   kl      KL to the start weights, weighted and reduced like pg
   junior  KL from the junior to the senior on the tokens that the junior wrote (lambda_jun)
 The denominators are sums over the whole mini-batch and are passed in: micro-batches add up exactly. Formulas, choices and
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig, Reduction
 from slime_tandem.errors import DataError, explain
-from slime_tandem.objective.distillation import candidate_divergence
+from slime_tandem.objective.divergence import candidate_divergence
 from slime_tandem.objective.kl import kl_estimate
 
 LOSS_METRICS = (

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from slime_tandem.evaluation.statistics import Estimate
 from slime_tandem.report.curves import nice_ticks, short
+from slime_tandem.report.statistics import Estimate
 from slime_tandem.types import FloatArray
 
 DASH = "–"

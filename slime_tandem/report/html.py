@@ -24,8 +24,8 @@ from slime_tandem import __version__
 from slime_tandem.errors import RunDirError, TandemError, explain
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
+from slime_tandem.report.run_folder import disk_errors, read_rows
 from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, load_rewards, summarise
-from slime_tandem.report.writer import disk_errors, read_rows
 from slime_tandem.types import SENIOR
 
 MAX_TRANSCRIPTS = 40

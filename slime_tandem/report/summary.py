@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError, explain
 from slime_tandem.report.metrics import Row, Scope, row_keys
-from slime_tandem.report.writer import disk_errors, read_rows
+from slime_tandem.report.run_folder import disk_errors, read_rows
 
 DASH = "–"
 """Shown where a run has no such value."""

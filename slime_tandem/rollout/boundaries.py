@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.tokens.token_bytes import TokenBytes
 
 PUNCTUATION = ".,;:!?。，；：！？、…"
 _ENDS = tuple(mark.encode() for mark in PUNCTUATION)

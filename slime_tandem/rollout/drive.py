@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError, explain
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, TandemSample
 
 

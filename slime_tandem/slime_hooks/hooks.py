@@ -20,17 +20,17 @@ from torch import Tensor
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, explain
-from slime_tandem.local.batches import build_rows
-from slime_tandem.local.rollouts import response_metrics, teacher_metrics
-from slime_tandem.local.tasks import extract_answer, label_reward
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
-from slime_tandem.objective.distillation import log_probs_of, log_rest_of
+from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
 from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.tasks.families import extract_answer, label_reward
+from slime_tandem.team.rollouts import response_metrics, teacher_metrics
+from slime_tandem.training.rows import build_rows
 from slime_tandem.types import ScoredSample
 
 logger = logging.getLogger(__name__)

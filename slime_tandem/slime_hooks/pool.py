@@ -16,8 +16,8 @@ from typing import Any, Self
 import aiohttp
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import ConfigError, EngineUnavailableError, explain
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 _TIMEOUT_S = 10.0
 

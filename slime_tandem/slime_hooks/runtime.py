@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.distill.scoring import TeacherPanel
+from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError, explain
-from slime_tandem.local.team import Team
+from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import write_one
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.slime_hooks import wire
 from slime_tandem.slime_hooks.pool import WorkerPool
 from slime_tandem.slime_hooks.settings import scores_by_id, settings
+from slime_tandem.team.team import Team
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
 
 EVALUATION = 2**62

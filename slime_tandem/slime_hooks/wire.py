@@ -21,9 +21,9 @@ from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError, explain
-from slime_tandem.local.batches import TrainRow
-from slime_tandem.local.tasks import parse_messages
 from slime_tandem.objective.loss import PackedTokens
+from slime_tandem.tasks.families import parse_messages
+from slime_tandem.training.rows import TrainRow
 from slime_tandem.types import (
     SENIOR,
     AlignedScores,

@@ -19,7 +19,7 @@ import yaml
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, explain, explain_os_error
 from slime_tandem.files import whole_file
-from slime_tandem.local.architecture import Architecture
+from slime_tandem.megatron.architecture import Architecture
 from slime_tandem.slime_hooks.settings import check_flags
 from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Layout, check_sglang_config, layout, sglang_config, to_yaml
 from slime_tandem.slime_launch.memory import GIB, RESERVED, engine_memory, host_bytes, trainer_memory
@@ -248,7 +248,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str]]:
     """Flags of the prompt data, and the files: the run's own prompts, so that both runtimes train and test on the same."""
-    from slime_tandem.local.tasks import TaskSet, is_held_out  # reasoning-gym: not for those who only ask for sizes
+    from slime_tandem.tasks.families import TaskSet, is_held_out  # reasoning-gym: not for those who only ask for sizes
 
     tasks = TaskSet(config.tasks, config.seed)
     if all(spec.family == "jsonl" for spec in config.tasks):
@@ -557,7 +557,7 @@ def with_folders(config: RunConfig) -> RunConfig:
     def folder(model: str) -> str:
         if model in PUBLISHED:
             return model
-        from slime_tandem.local.pretrain import resolve_model  # torch: not for those who only ask for sizes
+        from slime_tandem.models.builtin import resolve_model  # torch: not for those who only ask for sizes
 
         return str(resolve_model(model, config.models.cache_dir).resolve())
 

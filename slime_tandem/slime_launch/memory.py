@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_tandem.config import ClusterConfig
-from slime_tandem.local.architecture import Architecture
+from slime_tandem.megatron.architecture import Architecture
 from slime_tandem.slime_launch.sizes import parameters
 
 GIB = 2**30

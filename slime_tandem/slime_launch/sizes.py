@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import ConfigError, ModelError, explain
-from slime_tandem.local.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
+from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 
 Rope = tuple[tuple[str, float | int | str], ...]
 

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.hf import load_model, load_tokenizer
-from slime_tandem.engines.launch import ChildServer, ServerProcess
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.engines.processes import ChildServer, ServerProcess
 from slime_tandem.engines.sglang import SglangProcess
+from slime_tandem.models.hf import load_model, load_tokenizer
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
 

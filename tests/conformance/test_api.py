@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, same_ids
 from slime_tandem.errors import EngineRejectedError
+from slime_tandem.protocol import GenerateRequest, GenerateResult, same_ids
 
 TOLERANCE = 1e-4
 CONTEXT, EOS = 256, 0

@@ -11,13 +11,13 @@ import pytest
 
 from slime_tandem.config import SamplingConfig, Strategy
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import Engine
 from slime_tandem.engines.sessions import SessionEngine
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 TOLERANCE = 1e-4

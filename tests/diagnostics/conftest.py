@@ -14,8 +14,8 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, bank_id, writing
 from slime_tandem.diagnostics.export import BankPlan, export_bank
-from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.models.tokenizer import ModelTokenizer
 
 MODEL = {"model": "m", "vocabulary": "v", "weights": "w"}
 FACTS: dict[str, Any] = {

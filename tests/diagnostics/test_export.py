@@ -18,8 +18,8 @@ from slime_tandem.diagnostics.bank import BANK, Bank, top_lists, weights_fingerp
 from slime_tandem.diagnostics.export import choose_positions, export_bank
 from slime_tandem.distill.selection import TokenKeys
 from slime_tandem.distill.teachability import raw_scores
-from slime_tandem.engines.hf import load_model
 from slime_tandem.errors import ConfigError, TandemError
+from slime_tandem.models.hf import load_model
 
 from .conftest import PLAN, settings
 

@@ -27,9 +27,9 @@ from slime_tandem.diagnostics.rescore import (
     first_outcomes,
     outcome_log_probs,
 )
-from slime_tandem.engines.hf import load_model
 from slime_tandem.errors import DataError, ModelError
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.hf import load_model
+from slime_tandem.models.tokenizer import ModelTokenizer
 
 from .test_export import log_probs
 

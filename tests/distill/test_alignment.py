@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Aligner, Alignment, Bridge, readable_text
-from slime_tandem.distill.reading import read_text
-from slime_tandem.distill.token_bytes import TEXT_CLASSES, TokenBytes, build_token_bytes
 from slime_tandem.errors import DataError
+from slime_tandem.tokens.reading import read_text
+from slime_tandem.tokens.token_bytes import TEXT_CLASSES, TokenBytes, build_token_bytes
 
 
 def table(*pieces: str | bytes | None, eos: Sequence[int] = (), names: dict[int, str] | None = None) -> TokenBytes:

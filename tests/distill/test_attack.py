@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import Twins
-from slime_tandem.distill.reading import _nfc, read_text
-from slime_tandem.distill.scoring import Teacher, TeacherPanel, check_teacher, combine
+from slime_tandem.distill.panel import Teacher, TeacherPanel, check_teacher, combine
 from slime_tandem.distill.special_tokens import map_special_tokens
-from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.errors import DataError, ModelError
+from slime_tandem.tokens.reading import _nfc, read_text
+from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.types import AlignedScores, Message, Origin, Prompt, SampleKey, TandemSample
 
 from .conftest import ENGLISH, byte_level, sentence_piece

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime_tandem.distill.special_tokens import SpecialMap, map_special_tokens
-from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.tokens.token_bytes import TokenBytes
 
 
 def vocabulary(names: dict[int, str], eos: set[int], plain: dict[int, str] | None = None) -> TokenBytes:

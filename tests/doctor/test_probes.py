@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from slime_tandem.config import ObjectiveConfig, RunConfig
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, attempt
 from slime_tandem.errors import ModelError, explain
-from slime_tandem.local.batches import TrainRow
+from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.training.rows import TrainRow
 
 
 def config(*overrides: str) -> RunConfig:

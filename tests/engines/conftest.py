@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from slime_tandem.engines.hf import load_model, quiet_transformers
-from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.engines.runner import Job, Output, Runner
+from slime_tandem.engines.embedded.runner import Job, Output, Runner
+from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.models.hf import load_model, quiet_transformers
 
 BOS, EOS = 0, 1
 VOCAB = 304

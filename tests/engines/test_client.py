@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import GenerateRequest
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, WeightVersionError
+from slime_tandem.protocol import GenerateRequest
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

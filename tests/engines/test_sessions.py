@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.launch import ServerProcess
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.sessions import SessionEngine, _common_prefix
 from slime_tandem.errors import EngineRejectedError
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 
 def request(n: int, ids: tuple[int, ...], **changes: Any) -> GenerateRequest:

@@ -18,14 +18,14 @@ import torch
 
 from slime_tandem.cli import main
 from slime_tandem.config import RunConfig
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import TeacherScoreError
 from slime_tandem.evaluation import run as module
 from slime_tandem.evaluation.run import evaluation_rule
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
-from slime_tandem.local.tasks import TaskSet
-from slime_tandem.local.team import Team
-from slime_tandem.local.tokenizer import ModelTokenizer
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.team import Team
 from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
 PARTS = {"solo", "handoff", "drift", "legibility"}

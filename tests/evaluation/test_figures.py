@@ -15,7 +15,7 @@ from slime_tandem.evaluation.figures import (
     undefined,
 )
 from slime_tandem.evaluation.scoring import Reading
-from slime_tandem.evaluation.statistics import bootstrap
+from slime_tandem.report.statistics import bootstrap
 from slime_tandem.types import AuthorRun, FinishReason, Prompt, SampleKey, TandemSample
 
 

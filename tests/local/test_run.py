@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
-from slime_tandem.engines.launch import ServerProcess
+from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
@@ -236,9 +236,9 @@ def test_an_interrupt_inside_a_step_waits_until_the_step_is_whole(
     trio, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:  # type: ignore[no-untyped-def]
     from slime_tandem.local import run as module
-    from slime_tandem.local.team import Team
-    from slime_tandem.local.trainer import Trainer
-    from slime_tandem.report.writer import RunWriter
+    from slime_tandem.report.run_folder import RunWriter
+    from slime_tandem.team.team import Team
+    from slime_tandem.training.trainer import Trainer
 
     owner, name = {
         "update": (Trainer, "update"),
@@ -276,12 +276,12 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from slime_tandem.local.batches import build_rows
-    from slime_tandem.local.policy import MegatronPolicy
-    from slime_tandem.local.rollouts import rollout
-    from slime_tandem.local.tasks import TaskSet
-    from slime_tandem.local.team import Team
-    from slime_tandem.local.trainer import Trainer
+    from slime_tandem.megatron.policy import MegatronPolicy
+    from slime_tandem.tasks.families import TaskSet
+    from slime_tandem.team.rollouts import rollout
+    from slime_tandem.team.team import Team
+    from slime_tandem.training.rows import build_rows
+    from slime_tandem.training.trainer import Trainer
 
     # A constant direction in the residual stream, and an end-of-turn row that likes it: short responses to start with.
     model = AutoModelForCausalLM.from_pretrained(trio.senior)
@@ -487,9 +487,9 @@ def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type
 
 
 def test_teachers_see_the_same_whether_they_read_along_or_afterwards(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    from slime_tandem.local.rollouts import rollout
-    from slime_tandem.local.tasks import TaskSet
-    from slime_tandem.local.team import Team
+    from slime_tandem.tasks.families import TaskSet
+    from slime_tandem.team.rollouts import rollout
+    from slime_tandem.team.team import Team
 
     config = RunConfig.from_mapping(settings(trio, tmp_path))
     along = config.model_copy(update={"opd": config.opd.model_copy(update={"overlap": 1})})
@@ -511,9 +511,9 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
     """Both sides' lists and cross-scores against the models themselves, for a junior's tokens, too."""
     import torch
 
-    from slime_tandem.engines.hf import load_model
-    from slime_tandem.local.tasks import TaskSet
-    from slime_tandem.local.team import Team
+    from slime_tandem.models.hf import load_model
+    from slime_tandem.tasks.families import TaskSet
+    from slime_tandem.team.team import Team
     from slime_tandem.types import AlignedScores, TandemSample
 
     opd = {"selection": {"selector": "tip", "ratio": 0.1, "top_k": 5}}

@@ -14,9 +14,9 @@ from slime_tandem.config import RunConfig, Selector, Strategy
 from slime_tandem.errors import ConfigError, EngineError, RunDirError
 from slime_tandem.local import run as run_module
 from slime_tandem.local.suite import Suite, _attended, parse_methods, parse_seeds, run_suite, slime_suite
+from slime_tandem.report.comparison import read_mapping
 from slime_tandem.report.metrics import row_keys
-from slime_tandem.report.suite import read_mapping
-from slime_tandem.report.writer import RunWriter
+from slime_tandem.report.run_folder import RunWriter
 
 REPO = Path(__file__).parents[2]
 METHODS = "pure_opd:1.0:10 teachability:0.10:20 tip:0.10:30"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig
 from slime_tandem.errors import DataError
-from slime_tandem.objective.distillation import candidate_divergence, log_probs_of, log_rest_of
+from slime_tandem.objective.divergence import candidate_divergence, log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs, top_log_probs
 from slime_tandem.objective.loss import Denominators, PackedTokens, tandem_loss
 from slime_tandem.objective.truncation import KeptIds, Replay, Truncation, kept_mask, thresholds

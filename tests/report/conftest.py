@@ -18,7 +18,7 @@ import pytest
 
 from slime_tandem.config import RunConfig
 from slime_tandem.report.metrics import row_keys
-from slime_tandem.report.writer import RunWriter, Transcript, TranscriptToken
+from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
 
 
 def step_row(**values: float) -> dict[str, float | None]:

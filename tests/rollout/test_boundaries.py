@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
-from slime_tandem.distill.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.rollout.boundaries import (
     PUNCTUATION,
@@ -26,6 +25,7 @@ from slime_tandem.rollout.boundaries import (
     stop_regex,
     write_boundaries,
 )
+from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 
 TABLE = [b"a", b" b", b" ", b"\n", b"\n\n", b".\n\n", b"\n\nx", b"\n\n ", b"c d", b"", None, b" \n\n", b"\t"]
 SPECIAL = {11}

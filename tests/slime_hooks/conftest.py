@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.slime_hooks import runtime, settings
 
 ROOT = Path(__file__).parents[2]

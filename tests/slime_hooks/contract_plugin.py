@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.token_bytes import TokenBytes
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import WriterOptions
+from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.slime_hooks import runtime, settings
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR
 
 

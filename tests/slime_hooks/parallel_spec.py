@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import Qwen3Config
 
-from slime_tandem.local.convert import transformer_config_from_hf
+from slime_tandem.megatron.weights import transformer_config_from_hf
 from slime_tandem.slime_hooks.spec import layer_spec
 
 VOCABULARY, LENGTHS = 40, (5, 1, 7, 16, 3)

@@ -22,10 +22,10 @@ from slime.backends.megatron_utils import actor, data, loss, model
 from slime.observability import train_metric_utils
 
 from slime_tandem.config import RunConfig
-from slime_tandem.local.batches import build_rows
-from slime_tandem.local.trainer import Trainer
 from slime_tandem.objective.loss import LOSS_METRICS
 from slime_tandem.slime_hooks import hooks
+from slime_tandem.training.rows import build_rows
+from slime_tandem.training.trainer import Trainer
 
 N = 8
 ONE, FOUR = [(1, 1, 1)], [(2, 2, 1), (1, 2, 2), (2, 1, 2)]

@@ -25,11 +25,11 @@ from slime.utils.types import Sample
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import TeacherScoreError
-from slime_tandem.local.batches import TrainRow, build_rows
-from slime_tandem.local.trainer import Trainer
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, tandem_loss
 from slime_tandem.slime_hooks import hooks, settings, wire
+from slime_tandem.training.rows import TrainRow, build_rows
+from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import AlignedScores, Candidates, TopLists
 
 VOCABULARY = 40
@@ -439,7 +439,7 @@ def test_spec_has_transformer_engines_names_and_hugging_faces_logits(
     from slime.backends.megatron_utils.megatron_to_hf.qwen2 import convert_qwen2_to_hf
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from slime_tandem.local.convert import build_model, transformer_config_from_hf
+    from slime_tandem.megatron.weights import build_model, transformer_config_from_hf
     from slime_tandem.slime_hooks.spec import layer_spec
 
     hf_config = Qwen3Config(

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.errors import ConfigError, DataError, EngineRejectedError, TeacherScoreError
-from slime_tandem.local.batches import build_rows
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import WriterOptions
+from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.slime_hooks import hooks, runtime, settings, wire
+from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.training.rows import build_rows
 from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, Prompt
 
 SIGNATURES = {  # docs/slime.md, checked against slime's call sites
@@ -221,7 +221,7 @@ def test_the_trainer_refuses_a_batch_without_channels() -> None:
 def test_every_request_names_ids_where_servers_score_some(scripted: Any) -> None:
     """SGLang ends itself over a batch in which some requests do and some do not."""
     engine = scripted(1, 0)
-    from slime_tandem.engines.protocol import GenerateRequest
+    from slime_tandem.protocol import GenerateRequest
 
     requests = [GenerateRequest("a", (1,), 2), GenerateRequest("b", (1,), 2, token_ids_logprob=(5,))]
     asyncio.run(runtime.Sharing(engine).generate(requests))

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult
 from slime_tandem.errors import ConfigError, EngineUnavailableError
+from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.slime_hooks.pool import WorkerPool
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from slime_tandem.config import Reduction, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError
-from slime_tandem.local.batches import TrainRow
 from slime_tandem.slime_hooks import wire
+from slime_tandem.training.rows import TrainRow
 from slime_tandem.types import (
     AlignedScores,
     AuthorRun,

@@ -17,8 +17,8 @@ from transformers import Qwen3Config
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
-from slime_tandem.local.tasks import TaskSet, is_held_out, parse_messages
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, SETTINGS_KEY, plan, split
+from slime_tandem.tasks.families import TaskSet, is_held_out, parse_messages
 
 Sized = Callable[..., RunConfig]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.config import ClusterConfig
-from slime_tandem.local.architecture import Architecture
+from slime_tandem.megatron.architecture import Architecture
 from slime_tandem.slime_launch.memory import (
     GIB,
     activation_bytes,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff
+from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff
 
 ALONE = Handoff(akey=0, threshold=0, alternate=False, cap=None, table="", junior_scores=True)
 """The rule by which the junior writes every token, and gives the input log-probs."""

@@ -20,10 +20,10 @@ import numpy as np
 import slime_tandem
 from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
-from slime_tandem.engines.launch import ChildServer
+from slime_tandem.engines.processes import ChildServer
 from slime_tandem.engines.sglang import free_port
-from slime_tandem.engines.weight_files import weight_names
 from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.models.weight_files import weight_names
 
 PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
 MODEL_PACKAGE = "slime_tandem.engines.fused.models"

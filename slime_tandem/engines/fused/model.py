@@ -24,8 +24,8 @@ from sglang.srt.runtime_context import get_server_args
 
 from slime_tandem.engines.fused import internals, pair, prefill_graph, report
 from slime_tandem.engines.fused.state import Authors
-from slime_tandem.engines.weight_files import hf_weight_files, weight_names
 from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.models.weight_files import hf_weight_files, weight_names
 
 internals.require()
 

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from slime_tandem.engines.fused import wire
+from slime_tandem.engines import handoff_wire
 
 _HANDED_ON = "tandem_handed_on"
 _installed = False
@@ -87,5 +87,5 @@ def _sample_and_report(
         senior = (logits.gather(1, ids.long().unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)).double()
         # A senior token's two values are one number, not two roundings of it.
         values = torch.stack([written, torch.where(codes == 0, senior, written)], dim=1)
-    logits_output.customized_info = {wire.REPORT: Report(codes, values)}
+    logits_output.customized_info = {handoff_wire.REPORT: Report(codes, values)}
     return ids

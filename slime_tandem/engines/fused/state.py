@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from slime_tandem.engines.fused import rule_tensors, wire
-from slime_tandem.engines.protocol import table_fingerprint
+from slime_tandem.engines import handoff_wire
+from slime_tandem.engines.fused import rule_tensors
+from slime_tandem.protocol import table_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Authors:
             run, start = 0, n
             self.junior_scores.append(False)
             try:
-                parsed = wire.parse(rid or "")
+                parsed = handoff_wire.parse(rid or "")
                 if parsed is not None:
                     h, input_length = parsed
                     row = self._rows[h.table] if h.table else 0
@@ -108,4 +109,4 @@ class Authors:
         senior = rule_tensors.writes_senior(
             rule[:, _LOW], rule[:, _HIGH], rule[:, _THRESHOLD], rule[:, _ALTERNATE], run
         )
-        return senior.to(torch.int32).masked_fill(rule[:, _REFUSED] != 0, wire.REFUSED)
+        return senior.to(torch.int32).masked_fill(rule[:, _REFUSED] != 0, handoff_wire.REFUSED)

@@ -19,11 +19,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer
-from slime_tandem.engines.hf import load_model, quiet_transformers
+from slime_tandem.models.hf import load_model, quiet_transformers
 from slime_tandem.rollout.boundaries import boundary_ids
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import SENIOR, TandemSample
 
 T = TypeVar("T")

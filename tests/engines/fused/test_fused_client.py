@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy
-from slime_tandem.distill.token_bytes import TokenBytes
+from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused import wire
-from slime_tandem.engines.protocol import GenerateRequest, GenerateResult, Handoff
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineRejectedError
+from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey, TandemSample
 
 RULE = Handoff(akey=7, threshold=2**31, alternate=False, cap=None, table="")
@@ -41,7 +41,7 @@ def ask(report: Any, request: GenerateRequest = REQUEST, ids: Sequence[int] = (7
             "output_token_logprobs": [[-9.0, t, None] for t in list(ids)[1:]],
         }  # fmt: skip
         if report is not None:
-            meta[wire.REPORT] = report
+            meta[handoff_wire.REPORT] = report
         return web.json_response([{"text": "", "output_ids": list(ids), "meta_info": meta}])
 
     async def main() -> GenerateResult:
@@ -60,7 +60,7 @@ def ask(report: Any, request: GenerateRequest = REQUEST, ids: Sequence[int] = (7
 def test_the_report_replaces_the_list_that_sglang_cuts() -> None:
     result, name = ask([[1, -0.5, -0.5], [0, -0.25, -2.0]])
     assert (result.authors, result.output_log_probs, result.senior_log_probs) == ((1, 0), (-0.5, -0.25), (-0.5, -2.0))
-    assert wire.parse(name) == (RULE, 3)
+    assert handoff_wire.parse(name) == (RULE, 3)
 
 
 @pytest.mark.parametrize(

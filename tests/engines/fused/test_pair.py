@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from slime_tandem.engines.fused import internals, launch, pair
-from slime_tandem.engines.protocol import table_fingerprint
 from slime_tandem.errors import ConfigError, ModelError
+from slime_tandem.protocol import table_fingerprint
 
 SENIOR: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -169,11 +169,11 @@ def test_the_list_of_internals_finds_what_has_moved() -> None:
             ("json", "dumps", ("gone_parameter",)),
             ("json", "gone_function", ()),
             ("no_such_module_at_all", "x", ()),
-            ("slime_tandem.engines.protocol", "GenerateRequest", ("rid", "gone_field")),
+            ("slime_tandem.protocol", "GenerateRequest", ("rid", "gone_field")),
         )
     )
     assert [text.split(" ")[0] for text in found] == [
-        "json.dumps", "json.gone_function", "no_such_module_at_all.x", "slime_tandem.engines.protocol.GenerateRequest",
+        "json.dumps", "json.gone_function", "no_such_module_at_all.x", "slime_tandem.protocol.GenerateRequest",
     ]  # fmt: skip
     assert "gone_parameter" in found[0]
     assert "gone_field" in found[3]

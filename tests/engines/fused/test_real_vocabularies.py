@@ -18,7 +18,7 @@ from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 STRATEGIES: tuple[Strategy, ...] = ("word", "sentence", "bernoulli")

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import Strategy
-from slime_tandem.engines.fused import rule_tensors, wire
+from slime_tandem.engines import handoff_wire
+from slime_tandem.engines.fused import rule_tensors
 from slime_tandem.engines.fused.state import Authors
-from slime_tandem.engines.protocol import Handoff
+from slime_tandem.protocol import Handoff
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32
-from slime_tandem.rollout.tandem import handoff_of
+from slime_tandem.rollout.writer import handoff_of
 from slime_tandem.types import SampleKey
 
 VOCAB = 12
@@ -71,7 +72,7 @@ def test_the_state_follows_the_rule_through_prefill_decode_and_retraction(
     for i, (rule, key, ids, cut, twice) in enumerate(rows):
         cut = min(cut, len(ids) - 1)
         run, length = end_state(rule, ids[:cut])
-        rid = "x" + wire.suffix(handoff_of(rule, author_key(key), run, length), len(prompt) + cut)
+        rid = "x" + handoff_wire.suffix(handoff_of(rule, author_key(key), run, length), len(prompt) + cut)
         sequence = prompt + ids
         slot, first = i + 1, 1 + 100 * i
         where = torch.zeros((8, 100), dtype=torch.int32)
@@ -113,12 +114,12 @@ def test_plain_and_padding_rows_are_the_seniors_and_damaged_ones_are_refused() -
     other = Handoff(akey=1, threshold=0, alternate=False, cap=3, table="0123456789abcdef")
     damaged = "a~tandem1:00"
     newer = "a~tandem2:0000000000000001:0:0:3:-:0:0:1"
-    rids = ["plain", None, "a" + wire.suffix(other, 1), damaged, newer]
+    rids = ["plain", None, "a" + handoff_wire.suffix(other, 1), damaged, newer]
     location = torch.arange(1, 6)
     codes = authors.extend(
         torch.zeros(5, dtype=torch.int64), location, location, [1] * 5, rids, torch.zeros((8, 4), dtype=torch.int32)
     )
-    assert codes.tolist() == [1, 1, wire.REFUSED, wire.REFUSED, wire.REFUSED]
+    assert codes.tolist() == [1, 1, handoff_wire.REFUSED, handoff_wire.REFUSED, handoff_wire.REFUSED]
     zero = torch.zeros(3, dtype=torch.int64)
     assert authors.decode(zero, zero, zero, zero).tolist() == [1, 1, 1]
 
@@ -129,7 +130,7 @@ def test_the_wire_form_comes_back_whole(table: str, cap: int | None) -> None:
     handoff = Handoff(
         akey=2**64 - 1, threshold=2**32, alternate=True, cap=cap, table=table, run=12, run_length=3, junior_scores=True
     )
-    assert wire.parse("some-id.0.0" + wire.suffix(handoff, 40)) == (handoff, 40)
+    assert handoff_wire.parse("some-id.0.0" + handoff_wire.suffix(handoff, 40)) == (handoff, 40)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +144,4 @@ def test_the_wire_form_comes_back_whole(table: str, cap: int | None) -> None:
 )
 def test_a_damaged_wire_form_is_no_plain_request(rid: str) -> None:
     with pytest.raises(ValueError, match="tandem"):
-        wire.parse(rid)
+        handoff_wire.parse(rid)

@@ -14,16 +14,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy
-from slime_tandem.distill.token_bytes import TokenBytes
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
-from slime_tandem.engines.protocol import GenerateRequest
 from slime_tandem.errors import EngineRejectedError, EngineUnavailableError
-from slime_tandem.local.team import Team
+from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.tandem import TandemWriter, handoff_of
+from slime_tandem.rollout.writer import TandemWriter, handoff_of
+from slime_tandem.team.team import Team
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("p", (), None, "t")

@@ -1,0 +1,7 @@
+"""`python -m slime_tandem.cli`."""
+
+import sys
+
+from slime_tandem.cli import main
+
+sys.exit(main())

@@ -1,0 +1,406 @@
+"""The embedded server: the part of SGLang's native HTTP API that we use, over one transformers model on the CPU.
+
+`serve` blocks until SIGTERM or SIGINT; `python -m slime_tandem.engines.embedded.server MODEL --port N` does the same. Requests
+are checked in the asyncio thread (400 with the field's name), run in the engine's thread, and answered in SGLang's JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import gc
+import hmac
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from slime_tandem.engines.embedded.engine_thread import EngineThread
+from slime_tandem.engines.embedded.native_api import RequestParser, ServedModel, Sessions, answers, refuse
+from slime_tandem.engines.embedded.runner import Runner
+from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError, explain
+from slime_tandem.models.hf import check_model_folder, load_model, load_tokenizer
+
+_MAX_BODY_BYTES = 2**30
+_STOP_TIMEOUT_S = 10.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    # allow_nan=False: NaN is no JSON, and no log-prob either.
+    return web.Response(
+        body=json.dumps(value, allow_nan=False).encode(), status=status, content_type="application/json"
+    )
+
+
+def _error(message: str, status: int) -> web.Response:
+    return _json({"error": {"message": message}}, status)
+
+
+def served_model(model: Any, tokenizer: Any, max_tokens: int, vocab_size: int) -> ServedModel:
+    """What request checks need, read from a model and its tokenizer."""
+    eos: set[int] = set()
+    for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        eos.update([] if source is None else [source] if isinstance(source, int) else source)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    def decode(ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        if backend is not None:
+            texts: list[str] = backend.decode_batch(ids, skip_special_tokens=skip_special_tokens)
+            return texts
+        return [str(tokenizer.decode(one, skip_special_tokens=skip_special_tokens)) for one in ids]
+
+    return ServedModel(
+        vocab_size=vocab_size,
+        max_tokens=max_tokens,
+        eos_ids=frozenset(eos),
+        bos_id=tokenizer.bos_token_id,
+        encode=lambda text: list(tokenizer.encode(text)),
+        decode=decode,
+    )
+
+
+class Server:
+    """HTTP handlers over an engine thread. `info` is what /model_info tells, the weight version apart."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        model: ServedModel,
+        info: dict[str, Any],
+        *,
+        api_key: str | None,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._info = info
+        self._api_key = api_key
+        self._parser = RequestParser(model)
+        self._sessions = Sessions()
+
+    def application(self) -> web.Application:
+        """The aiohttp application with all routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.put("/generate", self._generate),
+                web.post("/open_session", self._open_session),
+                web.post("/close_session", self._close_session),
+                web.post("/abort_request", self._abort_request),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health_generate),
+                web.get("/model_info", self._model_info),
+                web.get("/get_model_info", self._model_info),
+                web.get("/get_weight_version", self._weight_version),
+                web.get("/flush_cache", self._flush_cache),
+                web.post("/flush_cache", self._flush_cache),
+                web.post("/update_weights_from_disk", self._update_weights),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key (health checks are open, as in SGLang) and turn errors into answers."""
+        if self._api_key is not None and not request.path.startswith("/health"):
+            sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(sent, f"Bearer {self._api_key}".encode()):
+                return _error("Authorization: expected `Bearer <the server's API key>`. Remedy: send the key.", 401)
+        try:
+            return await handler(request)
+        except DataError as error:
+            return _error(str(error), 400)
+        except EngineUnavailableError as error:
+            return _error(str(error), 503)
+        except web.HTTPException as error:
+            return _error(f"{request.method} {request.path}: {error.reason}", error.status)
+        except Exception as error:  # noqa: BLE001 - the last resort of a server: answer 500 and go on
+            return _error(f"internal error: {type(error).__name__}: {error}", 500)
+
+    @staticmethod
+    async def _body(request: web.Request) -> dict[str, Any]:
+        raw = await request.read()
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise refuse("body", raw[:40].decode("utf-8", "replace"), f"JSON ({error})") from None
+        if not isinstance(body, dict):
+            raise refuse("body", body, "a JSON object")
+        return body
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        items, batched = self._parser.parse(await self._body(request), self._sessions)
+        outputs = await self._engine.generate([item.job for item in items])
+        failed = next((out.error for out in outputs if out.error is not None), None)
+        if failed is not None:
+            return _error(f"internal error: a step of the model failed: {failed}", 500)
+        for item, out in zip(items, outputs, strict=True):
+            if item.turn is not None and out.finish != "abort":
+                self._sessions.store(item.turn, out.output_ids)
+        made = answers(items, outputs, self._model)
+        return _json(made if batched else made[0])
+
+    async def _open_session(self, request: web.Request) -> web.Response:
+        session_id = (await self._body(request)).get("session_id")
+        if session_id is not None and (not isinstance(session_id, str) or not session_id):
+            raise refuse("session_id", session_id, "a non-empty string or null")
+        return _json(self._sessions.open(session_id))
+
+    async def _close_session(self, request: web.Request) -> web.Response:
+        self._sessions.close(str((await self._body(request)).get("session_id")))
+        return web.Response()
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        rid, everything = body.get("rid"), body.get("abort_all", False)
+        if not isinstance(everything, bool):
+            raise refuse("abort_all", everything, "true or false")
+        if not everything and (not isinstance(rid, str) or not rid):
+            raise refuse("rid", rid, "a non-empty string, or abort_all")
+        # A batch sent under one rid runs as rid_0, rid_1, ...
+        self._engine.abort(
+            lambda job: everything or job.rid == rid or job.rid.startswith(f"{rid}_"), "aborted by /abort_request"
+        )
+        return web.Response()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.alive else 503)
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        items, _batched = self._parser.parse(body, self._sessions)
+        [output] = await self._engine.generate([items[0].job])
+        return web.Response(status=200 if output.error is None else 503)
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return _json({**self._info, "weight_version": self._engine.weight_version})
+
+    async def _weight_version(self, _: web.Request) -> web.Response:
+        return _json({"weight_version": self._engine.weight_version})
+
+    async def _flush_cache(self, _: web.Request) -> web.Response:
+        self._engine.flush()
+        return web.Response(text="Cache flushed.\n")
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not path:
+            raise refuse("model_path", path, "the folder that holds the new weights")
+        if version is not None and not isinstance(version, str):
+            raise refuse("weight_version", version, "a string")
+        if body.get("flush_cache", True) is not True:
+            raise refuse("flush_cache", body["flush_cache"], "true, old keys and values do not fit new weights")
+        try:
+            await self._engine.update(path, version)
+        except ModelError as error:
+            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        self._info["model_path"] = path
+        return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded, so that a busy one is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                explain(
+                    "port", port, f"a free port on {host}", "stop the other process, or choose another port (0: any)"
+                )
+            ) from None
+        raise EngineUnavailableError(
+            explain("host", f"{host}:{port}", f"an address to bind to ({error.strerror})", "check host and port")
+        ) from None
+    return sock
+
+
+def serve(
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    dtype: str = "float32",
+    max_batch: int = 256,
+    cache_tokens: int = 65536,
+    threads: int = 1,
+    api_key: str | None = None,
+    served_name: str | None = None,
+    weight_version: str = "default",
+    trust_remote_code: bool = False,
+    port_file: str | None = None,
+) -> None:
+    """Serve the model folder `model` until SIGTERM or SIGINT; prints one line with the URL when ready.
+
+    `port` 0 takes any free port; `port_file` gets its number as soon as it is taken. `cache_tokens` bounds, in tokens, both the
+    running sequences and the kept prefixes. Raises PortInUseError, ModelError, EngineUnavailableError.
+    """
+    for name, value, low, high in (
+        ("max_batch", max_batch, 1, 2**20),
+        ("cache_tokens", cache_tokens, 64, 2**31),
+        ("threads", threads, 1, 1024),
+        ("port", port, 0, 65535),
+    ):
+        if not low <= value <= high:
+            raise DataError(explain(name, value, f"at least {low} and at most {high}", "choose another value"))
+    check_model_folder(model)
+    sock = _listen(host, port)
+    try:
+        bound = sock.getsockname()[1]
+        if port_file is not None:
+            scratch = Path(f"{port_file}.part")
+            scratch.write_text(f"{bound}\n", encoding="utf-8")
+            scratch.replace(port_file)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        tokenizer = load_tokenizer(model, trust_remote_code)
+        hf_model = load_model(model, dtype, trust_remote_code)
+
+        gc.freeze()  # what is here by now stays; answers of many lists must not have it searched again and again
+
+        def load(path: str) -> Any:
+            return load_model(path, dtype, trust_remote_code)
+
+        runner_box: list[ServedModel] = []
+
+        def decode(ids: list[list[int]]) -> list[str]:
+            return runner_box[0].decode(ids, False)
+
+        try:
+            runner = Runner(
+                hf_model, decode, max_batch=max_batch, cache_tokens=cache_tokens, weight_version=weight_version
+            )
+        except (RuntimeError, MemoryError) as error:
+            if "memory" not in str(error) and not isinstance(error, MemoryError):
+                raise
+            expected = "a KV cache that fits into this machine's memory"
+            raise DataError(explain("cache_tokens", cache_tokens, expected, "lower it")) from error
+        max_tokens = min(runner.kv.context_length, cache_tokens)
+        facts = served_model(hf_model, tokenizer, max_tokens, runner.kv.vocab_size)
+        runner_box.append(facts)
+        info = {
+            "model_path": model,
+            "tokenizer_path": model,
+            "served_model_name": served_name or model,
+            "is_generation": True,
+            "vocab_size": runner.kv.vocab_size,
+            "context_length": runner.kv.context_length,
+            "max_total_tokens": max_tokens,
+            "dtype": dtype,
+            "engine": "slime_tandem",
+        }
+        shown = f"[{host}]" if ":" in host else host
+        line = f"slime-tandem: serving {served_name or model} at http://{shown}:{bound}"
+        asyncio.run(_run(sock, runner, facts, info, load, api_key, line))
+    finally:
+        sock.close()
+
+
+async def _run(
+    sock: socket.socket,
+    runner: Runner,
+    model: ServedModel,
+    info: dict[str, Any],
+    load: Callable[[str], Any],
+    api_key: str | None,
+    ready_line: str,
+) -> None:
+    loop = asyncio.get_running_loop()
+    ended, died = asyncio.Event(), asyncio.Event()
+
+    def on_death() -> None:
+        died.set()
+        ended.set()
+
+    engine = EngineThread(runner, load, on_death)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    app_runner = web.AppRunner(
+        Server(engine, model, info, api_key=api_key).application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=_STOP_TIMEOUT_S,
+    )
+    await app_runner.setup()
+    try:
+        await web.SockSite(app_runner, sock, backlog=1024).start()
+        print(ready_line, flush=True)
+        await ended.wait()
+    finally:
+        # The engine first: whoever still waits gets a 503 now, then the connections close.
+        await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S)
+        await app_runner.cleanup()
+    if died.is_set():
+        raise EngineUnavailableError(
+            explain("engine thread", "dead", "a running engine", "read the traceback above and restart the server")
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m slime_tandem.engines.embedded.server MODEL ...`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_tandem.engines.embedded.server",
+        description="Serve a local model folder over SGLang's native HTTP API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="local Hugging Face folder (safetensors)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
+    parser.add_argument("--port", type=int, default=30000, help="port; 0: any free one")
+    parser.add_argument("--port-file", default=None, help="write the port's number to this file")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="weights and computation")
+    parser.add_argument("--max-batch", type=int, default=256, help="sequences decoded at once")
+    parser.add_argument("--cache-tokens", type=int, default=65536, help="KV cache, in tokens")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--api-key-env", default=None, help="environment variable that holds the API key to demand")
+    parser.add_argument("--served-name", default=None, help="name shown in /model_info")
+    parser.add_argument("--weight-version", default="default", help="version of the first weights")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model folder")
+    args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGINT):  # while loading; `serve` installs its own afterwards
+        signal.signal(number, lambda *_: os._exit(0))
+    try:
+        api_key = None
+        if args.api_key_env is not None:
+            api_key = os.environ.get(args.api_key_env)
+            if not api_key:
+                raise DataError(explain("--api-key-env", args.api_key_env, "a variable that is set", "export it"))
+        serve(
+            args.model,
+            host=args.host,
+            port=args.port,
+            dtype=args.dtype,
+            max_batch=args.max_batch,
+            cache_tokens=args.cache_tokens,
+            threads=args.threads,
+            api_key=api_key,
+            served_name=args.served_name,
+            weight_version=args.weight_version,
+            trust_remote_code=args.trust_remote_code,
+            port_file=args.port_file,
+        )
+    except TandemError as error:
+        print(f"slime-tandem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # All is closed and answered by now; taking torch and transformers apart would take another second.
+    os._exit(code)

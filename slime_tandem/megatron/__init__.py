@@ -1,0 +1,1 @@
+"""The only rooms, beside slime_hooks, that import Megatron-core: a policy, its weights, its checkpoints."""

@@ -1,0 +1,275 @@
+"""Compares the methods of a suite over its seeds: a table, suite.json, suite.svg and suite.html in the suite's folder.
+
+Intervals are of the mean over seeds, Student's t at level 0.95: they say what other seeds would give with the same prompts,
+not what other prompts would. Differences are to the method that stands first (lowest idx), paired by seed, over the seeds that
+both have finished. A run that is not finished counts as missing and is told.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
+
+from slime_tandem.errors import RunDirError, explain
+from slime_tandem.report.dots import DASH, Dot, Panel, document, number
+from slime_tandem.report.metrics import METRICS
+from slime_tandem.report.run_folder import replace_file
+from slime_tandem.report.statistics import Estimate
+from slime_tandem.report.summary import load_config, load_files, summarise
+
+MAPPING = "method_mapping.csv"
+MAPPING_COLUMNS = ("idx", "method", "mask", "ratio", "seed", "run")
+TITLES = {
+    "eval/solo_accuracy": "solo accuracy",
+    "eval/tandem_accuracy": "tandem accuracy (each run's own handoffs)",
+    "eval/handoff_retention": "handoff retention",
+    "eval/teacher_kl": "KL to the teacher, sampled tokens (nats)",
+    "eval/response_tokens_mean": "response length (tokens)",
+}
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
+    2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Two-sided 95% quantiles of Student's t with 1, 2, ... 30 degrees of freedom; beyond, the last is a little wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over `n` seeds with its 95% interval; None where there are no values, or for the interval of one."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Of what each seed gave.
+
+        >>> Mean.of([0.4, 0.5, 0.6])
+        Mean(value=0.5, low=0.2516, high=0.7484, n=3)
+        """
+        n = len(values)
+        if n < 2:
+            return cls(values[0] if values else None, None, None, n)
+        mean = statistics.fmean(values)
+        half = _T95[min(n - 1, len(_T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
+        return cls(round(mean, 12), round(mean - half, 4), round(mean + half, 4), n)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodResult:
+    """One method: evaluations `after` of its finished seeds, and the difference to the first method, by metric."""
+
+    idx: int
+    method: str
+    mask: str
+    ratio: str
+    steps: int
+    after: Mapping[str, Mean]
+    difference: Mapping[str, Mean]
+    per_seed: Mapping[int, Mapping[str, float | None]]
+    keep_ratio: float | None
+    step_seconds: float | None
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return f"{self.method} {self.ratio}"
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteResult:
+    """All methods, the start that all share (mean over seeds; None where it differs, because it is measured under each
+    method's own handoffs), and runs that are not finished."""
+
+    name: str
+    methods: Sequence[MethodResult]
+    before: Mapping[str, float | None]
+    eval_prompts: int
+    missing: Sequence[str]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Those of TITLES that any method has."""
+        return [name for name in TITLES if any(m.after[name].n for m in self.methods)]
+
+
+def read_mapping(folder: Path) -> list[dict[str, str]]:
+    """Rows of method_mapping.csv; raises RunDirError for a folder without one or with a damaged one."""
+    path = folder / MAPPING
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunDirError(
+            explain("suite", str(folder), f"a readable {MAPPING} ({error})", "give a suite's folder")
+        ) from None
+    if not all(map(_is_whole, rows)):
+        raise RunDirError(explain(str(path), "a row", f"the columns {', '.join(MAPPING_COLUMNS)}", "restore the file"))
+    return rows
+
+
+def _is_whole(row: Mapping[str, str | None]) -> bool:
+    if set(row) != set(MAPPING_COLUMNS) or None in row.values():
+        return False
+    run = row["run"] or ".."
+    return bool(row["idx"] and row["idx"].isdecimal() and row["seed"] and row["seed"].isdecimal()) and (
+        run == Path(run).name and run != ".."  # a folder of this suite
+    )
+
+
+def summarise_suite(folder: Path) -> SuiteResult:
+    """Read every run of a suite; raises RunDirError for a damaged one, and if no run is finished."""
+    rows = read_mapping(folder)
+    finished: dict[tuple[int, str, str, str], dict[int, Any]] = {}
+    starts: dict[str, list[Mapping[str, float | None]]] = {}
+    missing, prompts, steps = [], 0, {}
+    for row in rows:
+        run = folder / row["run"]
+        key = (int(row["idx"]), row["method"], row["mask"], row["ratio"])
+        finished.setdefault(key, {})
+        summary = summarise(run) if (run / "config.yaml").exists() else None
+        if summary is None or not summary["complete"]:
+            missing.append(row["run"])
+            continue
+        prompts, steps[key] = summary["eval_prompts"], load_config(run).train.steps
+        part = summary["run"]
+        assert part["after"] is not None, "complete"
+        keep = [r["selection/keep_ratio"] for r in load_files(run).steps]
+        finished[key][int(row["seed"])] = {
+            **{name: part["after"][name] for name in TITLES},
+            "keep_ratio": statistics.fmean(keep) if keep and None not in keep else None,
+            "step_s": part["seconds"]["step"],
+        }
+        if part["before"] is not None:
+            starts.setdefault(row["seed"], []).append(part["before"])
+    if not any(finished.values()):
+        raise RunDirError(explain("suite", str(folder), "at least one finished run", "run the suite first"))
+    first = next(iter(finished.values()))
+    methods = []
+    for key, seeds in finished.items():
+        after = {name: Mean.of([v for s in seeds.values() if (v := s[name]) is not None]) for name in TITLES}
+        shared = [s for s in seeds if s in first] if seeds is not first else []
+        difference = {
+            name: Mean.of(
+                [a - b for s in shared if (a := seeds[s][name]) is not None and (b := first[s][name]) is not None]
+            )
+            for name in TITLES
+        }
+        keeps = [s["keep_ratio"] for s in seeds.values() if s["keep_ratio"] is not None]
+        times = [s["step_s"] for s in seeds.values() if s["step_s"] is not None]
+        methods.append(
+            MethodResult(
+                *key,
+                steps.get(key, 0),
+                after,
+                difference,
+                seeds,
+                statistics.fmean(keeps) if keeps else None,
+                statistics.fmean(times) if times else None,
+            )
+        )
+    before = {name: _start([[s[name] for s in seed] for seed in starts.values()]) for name in TITLES}
+    return SuiteResult(folder.name, methods, before, prompts, missing)
+
+
+def _start(seeds: Sequence[Sequence[float | None]]) -> float | None:
+    """The mean over seeds of a start that all methods of a seed share, else None."""
+    known = [[v for v in seed if v is not None] for seed in seeds]
+    if not known or any(not seed or max(seed) - min(seed) > 1e-4 for seed in known):
+        return None
+    return statistics.fmean(seed[0] for seed in known)
+
+
+def _text(mean: Mean, *, signed: bool = False, digits: int = 3) -> str:
+    if mean.value is None:
+        return DASH
+    sign = "+" if signed else ""
+    interval = "" if mean.low is None else f" ({mean.low:{sign}.{digits}f} to {mean.high:{sign}.{digits}f})"
+    return f"{mean.value:{sign}.{digits}f}{interval}"
+
+
+def cells(suite: SuiteResult) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows) of the comparison: per method and metric the mean and the difference to the first method."""
+    head = ["method", "mask", "seeds", "kept"]
+    for name in suite.metrics:
+        head += [TITLES[name], "difference to the first"]
+    rows = [["start", "", "", "", *(c for name in suite.metrics for c in (number(suite.before[name]), ""))]]
+    for m in suite.methods:
+        row = [m.label, m.mask, str(len(m.per_seed)), number(m.keep_ratio)]
+        for name in suite.metrics:
+            digits = 1 if METRICS[name].unit == "tokens" else 3
+            row += [_text(m.after[name], digits=digits), _text(m.difference[name], signed=True, digits=digits)]
+        rows.append(row)
+    return head, rows
+
+
+def caption(suite: SuiteResult) -> str:
+    """One sentence on how to read the figures."""
+    steps = sorted({m.steps for m in suite.methods if m.per_seed})
+    text = (
+        f"{' / '.join(map(str, steps))} steps, {suite.eval_prompts} held-out prompts; in brackets 95% intervals of the mean "
+        "over seeds (Student's t), differences paired by seed"
+    )
+    return text + (f"; not finished: {', '.join(suite.missing)}" if suite.missing else "")
+
+
+def suite_table(suite: SuiteResult) -> Table:
+    """For the terminal: one block of lines per metric."""
+    table = Table(title=suite.name, title_justify="left", caption=caption(suite), caption_justify="left")
+    for heading in ("", "mean over seeds (95% interval)", "difference to the first"):
+        table.add_column(heading, overflow="fold")
+    for name in suite.metrics:
+        table.add_row(Text(TITLES[name], style="bold"))
+        table.add_row("  start", number(suite.before[name]), "")
+        digits = 1 if METRICS[name].unit == "tokens" else 3
+        for m in suite.methods:
+            difference = _text(m.difference[name], signed=True, digits=digits)
+            table.add_row(Text(f"  {m.label}"), _text(m.after[name], digits=digits), difference)
+        table.add_section()
+    return table
+
+
+def suite_svg(suite: SuiteResult) -> str:
+    """Dots and whiskers, a panel per metric; the dashed line is the start."""
+    panels = []
+    for name in suite.metrics:
+        dots = []
+        for m in suite.methods:
+            mean = m.after[name]
+            estimate = Estimate(mean.value, mean.low, mean.high, "fewer than two finished runs" if mean.n < 2 else None)
+            dots.append(Dot(m.label, estimate, METRICS[name].unit))
+        panels.append(Panel(f"{TITLES[name]}; dashed: the start", dots, suite.before[name]))
+    return document(f"{suite.name}: mean over seeds with 95% intervals", panels, (), caption(suite))
+
+
+def write_suite(folder: Path) -> SuiteResult:
+    """Summarise and write suite.json, suite.svg and suite.html, each whole or not at all."""
+    suite = summarise_suite(folder)
+    tree = asdict(suite) | {"caption": caption(suite)}
+    replace_file(folder / "suite.json", (json.dumps(tree, indent=2, allow_nan=False) + "\n").encode())
+    svg = suite_svg(suite)
+    replace_file(folder / "suite.svg", svg.encode())
+    env = Environment(loader=PackageLoader("slime_tandem.report"), autoescape=True, undefined=StrictUndefined)
+    head, rows = cells(suite)
+    page = env.get_template("suite.html.j2").render(
+        name=suite.name,
+        caption=caption(suite),
+        head=head,
+        rows=rows,
+        svg=Markup(svg),  # noqa: S704 - escaped when drawn
+    )
+    replace_file(folder / "suite.html", page.encode("utf-8", "replace"))
+    return suite

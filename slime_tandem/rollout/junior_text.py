@@ -1,0 +1,191 @@
+"""A junior with another tokenizer: handoffs pass bytes, and the response stays in the senior's own ids. Pure.
+
+`Speller` writes bytes in one vocabulary, exactly or not at all. `JuniorText` keeps the junior's view of one response: its
+own ids for what it wrote, its spelling of what the senior wrote. What the junior answers is spelt in the senior's
+vocabulary; a span without an exact form there is never approximated: the writer lets the senior write that run instead,
+and counts it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from slime_tandem.tokens.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class Speller:
+    """Exact spelling of bytes in one vocabulary.
+
+    `encode(text)` gives ids of plain text without special tokens; `end_of_turn` is the id that closes a turn;
+    `special_ids` names the other special tokens (`<think>` and its like), which are carried over where both vocabularies
+    have the same name.
+
+    >>> table = TokenBytes((b"a", b"b", b"ab", b"\\xc3", b"\\xa9", None), frozenset({5}), frozenset({5}))
+    >>> speller = Speller(table, lambda text: {"ab": [2], "b": [1]}[text], end_of_turn=5)
+    >>> speller.spell(b"ab\\xc3b"), speller.spell(b"\\xff")
+    ([2, 3, 1], None)
+    """
+
+    tokens: TokenBytes
+    encode: Callable[[str], list[int]]
+    end_of_turn: int
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        single = ((b[0], i) for i, b in enumerate(self.tokens.table) if b is not None and len(b) == 1)
+        return dict(sorted(single, reverse=True))  # the lowest id of each byte wins
+
+    @cached_property
+    def special_names(self) -> dict[int, str]:
+        """Id to name, the inverse of `special_ids`."""
+        return {i: name for name, i in self.special_ids.items()}
+
+    def spell(self, data: bytes) -> list[int] | None:
+        """Ids whose bytes are exactly `data`; None if there are none. Broken UTF-8 is spelt byte by byte."""
+        ids: list[int] = []
+        rest = data
+        while rest:
+            try:
+                good, bad = rest.decode(), b""
+                rest = b""
+            except UnicodeDecodeError as error:
+                good, bad = rest[: error.start].decode(), rest[error.start : error.end]
+                rest = rest[error.end :]
+            ids += self.encode(good) if good else []
+            if not self._byte_ids.keys() >= set(bad):
+                return None
+            ids += [self._byte_ids[b] for b in bad]
+        return ids if self.tokens.join(ids) == data and all(self.tokens.of(i) for i in ids) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A junior's answer in the senior's ids, as far as it can be expressed.
+
+    `log_probs` [n] nats: the log-prob of each junior token stands at the senior token that holds its last byte, 0.0
+    elsewhere; the sum over a whole answer is exact, single values are the junior's only where both cut the same bytes.
+    `complete` is False where the rest has no exact form.
+    """
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    complete: bool
+
+
+class JuniorText:
+    """The junior's view of one response. `prompt_ids` are of the junior's own chat template.
+
+    >>> table = TokenBytes((b"a", b"b", None), frozenset({2}), frozenset({2}))
+    >>> senior = Speller(table, lambda t: ["ab".index(c) for c in t], 2)
+    >>> junior = Speller(TokenBytes((None, b"ab", b"a", b"b"), frozenset({0}), frozenset({0})),
+    ...                  lambda t: [1] if t == "ab" else [" ab".index(c) + 1 for c in t], 0)
+    >>> text = JuniorText(junior, senior, (7,))
+    >>> text.context([0])                       # the senior wrote "a"
+    (7, 2)
+    >>> text.translate([1, 0], [-0.5, -0.25])   # the junior answers "ab" and ends the turn
+    Translation(ids=(0, 1, 2), log_probs=(0.0, -0.5, -0.25), complete=True)
+    """
+
+    def __init__(self, junior: Speller, senior: Speller, prompt_ids: Sequence[int]) -> None:
+        self.junior, self.senior = junior, senior
+        self._ids = list(prompt_ids)
+        self._seen = 0  # response tokens, in senior ids, that `_ids` covers
+
+    def context(self, response_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """The junior's prompt and the response so far in its own ids; None if the response has no exact form in them."""
+        spelt = self._respell(response_ids[self._seen :])
+        if spelt is None:
+            return None
+        self._ids += spelt
+        self._seen = len(response_ids)
+        return tuple(self._ids)
+
+    def translate(self, ids: Sequence[int], log_probs: Sequence[float]) -> Translation:
+        """The junior's ids and log-probs [n] in the senior's vocabulary."""
+        out_ids: list[int] = []
+        out_log_probs: list[float] = []
+        text: list[tuple[bytes, float]] = []
+
+        def spell_text() -> bool:
+            spelt = self.senior.spell(b"".join(b for b, _ in text))
+            if spelt is not None:
+                out_ids.extend(spelt)
+                out_log_probs.extend(_place([len(self.senior.tokens.of(i) or b"") for i in spelt], text))
+            text.clear()
+            return spelt is not None
+
+        for token, log_prob in zip(ids, log_probs, strict=True):
+            data = self.junior.tokens.of(token)
+            if data is not None:
+                text.append((data, log_prob))
+                continue
+            twin = self._twin(token, self.junior, self.senior)
+            if not spell_text() or twin is None:
+                return Translation(tuple(out_ids), tuple(out_log_probs), complete=False)
+            out_ids.append(twin)
+            out_log_probs.append(log_prob)
+        complete = spell_text()
+        return Translation(tuple(out_ids), tuple(out_log_probs), complete)
+
+    def commit(self, accepted: Sequence[int], answer: Sequence[int]) -> None:
+        """Keep the junior's own ids for what was accepted (senior ids) of its `answer` (junior ids).
+
+        A junior token that was cut by the handoff is left to the next `context`, which spells what was kept of it.
+        """
+        left = len(self.senior.tokens.join(accepted))
+        specials = sum(self.senior.tokens.of(i) is None for i in accepted)
+        kept = 0
+        for token in answer:
+            size = len(self.junior.tokens.of(token) or b"")
+            special = self.junior.tokens.of(token) is None
+            if size > left or special > specials or not (left or specials):
+                break
+            left, specials, kept = left - size, specials - special, kept + 1
+        if left or specials:
+            rest = self.senior.tokens.join(accepted)[len(self.junior.tokens.join(answer[:kept])) :]
+            spelt = self.junior.spell(rest)
+            if spelt is None or specials:
+                return  # `context` spells the whole stretch anew, or finds that it cannot
+            self._ids += [*answer[:kept], *spelt]
+        else:
+            self._ids += answer[:kept]
+        self._seen += len(accepted)
+
+    def _respell(self, ids: Sequence[int]) -> list[int] | None:
+        out: list[int] = []
+        for plain, group in itertools.groupby(ids, key=lambda i: self.senior.tokens.of(i) is not None):
+            part = list(group)
+            spelt = (
+                self.junior.spell(self.senior.tokens.join(part))
+                if plain
+                else [self._twin(i, self.senior, self.junior) for i in part]
+            )
+            if spelt is None or None in spelt:
+                return None
+            out += [i for i in spelt if i is not None]
+        return out
+
+    @staticmethod
+    def _twin(token: int, source: Speller, target: Speller) -> int | None:
+        if token in source.tokens.eos_ids:
+            return target.end_of_turn
+        return target.special_ids.get(source.special_names.get(token, ""))
+
+
+def _place(sizes: Sequence[int], text: Sequence[tuple[bytes, float]]) -> list[float]:
+    """Log-probs at the senior tokens of `sizes` bytes: each junior token's at the one that holds its last byte."""
+    ends = list(itertools.accumulate(sizes))
+    out = [0.0] * len(sizes)
+    position = at = 0
+    for data, log_prob in text:
+        position += len(data)
+        while at < len(ends) - 1 and ends[at] < position:
+            at += 1
+        if out:
+            out[at] += log_prob
+    return out

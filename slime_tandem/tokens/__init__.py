@@ -1,0 +1,1 @@
+"""What a token id writes, in bytes. Pure: no file, no model, no network."""

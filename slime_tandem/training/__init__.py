@@ -1,0 +1,1 @@
+"""From scored samples to new weights: rows, metrics, the update."""

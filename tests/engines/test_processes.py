@@ -1,0 +1,185 @@
+"""Server processes: they die with their parent, come back after a kill, end cleanly, and say why they do not start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.embedded.server import main, serve
+from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError
+from slime_tandem.protocol import GenerateRequest
+
+ASK = GenerateRequest("r", (5, 6, 7), 5, sampling_seed=1)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also the clean end: a request in flight gets its answer (here 503) and the exit code is 0."""
+    server = ServerProcess(folders["llama"], log_file=tmp_path / "log.txt", cache_tokens=1024)
+    server.start()
+    pid, url = server.pid, server.url
+    assert pid is not None
+
+    async def ask(retries: int) -> object:
+        async with EngineClient(url, max_retries=retries, backoff_s=0.01) as client:
+            return (await client.generate([ASK]))[0].output_ids
+
+    try:
+        first = asyncio.run(ask(0))
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_alive())
+        with pytest.raises(EngineUnavailableError, match=url):
+            asyncio.run(ask(1))
+        server.restart()
+        assert server.url == url
+        assert asyncio.run(ask(0)) == first
+
+        process = server._process
+        assert process is not None
+
+        async def end_in_flight() -> None:
+            async with EngineClient(url, max_retries=0) as client:
+                many = [GenerateRequest(f"r{i}", (5, 6), 250, sampling_seed=i) for i in range(400)]
+                waiting = asyncio.create_task(client.generate(many))
+                await asyncio.sleep(0.3)
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(EngineUnavailableError, match="503"):
+                    await waiting
+
+        asyncio.run(end_in_flight())
+        assert process.wait(20) == 0
+    finally:
+        server.stop()
+    assert not server.is_alive()
+    server.stop()
+
+
+def test_the_server_dies_with_a_killed_parent(folders: dict[str, Path], tmp_path: Path) -> None:
+    code = textwrap.dedent(
+        f"""
+        import time
+        from slime_tandem.engines.processes import ServerProcess
+        server = ServerProcess({str(folders["llama"])!r}, log_file={str(tmp_path / "log.txt")!r}, cache_tokens=256)
+        server.launch()
+        print(server.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            log = tmp_path / "log.txt"
+            wait_until(lambda: "serving" in log.read_text(), 60)
+            assert runs(pid)
+        finally:
+            parent.kill()
+    wait_until(lambda: not runs(pid))
+
+
+def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(server: ServerProcess, tmp_path: Path) -> None:
+    """Here its port is taken by another healthy server, which must not be mistaken for it."""
+    port = int(server.url.rsplit(":", 1)[1])
+    late = ServerProcess(server.model, log_file=tmp_path / "logs" / "log.txt", port=port)
+    with pytest.raises(EngineUnavailableError) as caught:
+        late.start()
+    for part in ("exit code 2", "log.txt", f"PortInUseError: port={port}", "Remedy"):
+        assert part in str(caught.value)
+    assert not late.is_alive()
+    assert server.is_alive()
+
+
+def test_a_server_that_takes_too_long_is_stopped(folders: dict[str, Path], tmp_path: Path) -> None:
+    server = ServerProcess(folders["llama"], log_file=tmp_path / "log.txt", start_timeout_s=0.0)
+    server.launch()
+    pid = server.pid
+    assert pid is not None
+    with pytest.raises(EngineUnavailableError, match="within 0 s"):
+        server.wait_ready()
+    assert not runs(pid)
+
+
+def test_a_busy_port_is_told_before_anything_is_loaded(folders: dict[str, Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"port={port}: .*Remedy"):
+            serve(str(folders["llama"]), port=port)
+
+
+def test_unusable_settings_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("max_batch", "cache_tokens", "threads"):
+        with pytest.raises(DataError, match=name):
+            serve("unused", port=0, **{name: 0})
+    with pytest.raises(ModelError, match="existing folder"):
+        serve(str(tmp_path / "nothing"), port=0)
+    with pytest.raises(EngineUnavailableError, match="host"):
+        serve(str(folders["llama"]), host="192.0.2.1", port=0)
+
+
+def test_the_command_line_prints_one_line_for_a_user_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    try:
+        assert main([str(tmp_path), "--port", "0"]) == 2
+        assert main([str(tmp_path), "--port", "0", "--api-key-env", "NO_SUCH_KEY"]) == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "ModelError: model=" in lines[0]
+    assert "DataError: --api-key-env='NO_SUCH_KEY'" in lines[1]
+
+
+def test_what_is_not_http_is_not_healthy(tmp_path: Path) -> None:
+    """Before a server listens, a connection to its port can be connected to itself: it reads what it wrote."""
+
+    class Waiting(ServerProcess):
+        def _find_port(self) -> bool:
+            return True
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def echo() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(connection.recv(4096))
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        server = Waiting(tmp_path, log_file=tmp_path / "log", port=listener.getsockname()[1])
+        assert not server._healthy()
+        thread.join()

@@ -1,0 +1,173 @@
+"""pass@k against counting by hand, and laws of the bootstrap."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_tandem.report.statistics import Ratio, bootstrap, pass_at_k, pass_ks
+
+
+def one(numerator, denominator=None, *, resamples: int = 500, seed: int = 0):  # type: ignore[no-untyped-def]
+    ratio = Ratio(
+        np.asarray(numerator, np.float64), None if denominator is None else np.asarray(denominator, np.float64)
+    )
+    return bootstrap({"x": ratio}, resamples=resamples, seed=seed)["x"]
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (8, 0, 8, 0.0),
+        (8, 1, 1, 1 / 8),
+        (8, 1, 8, 1.0),
+        (4, 2, 2, 1 - 1 / 6),  # 1 of the 6 pairs holds none of the two right ones
+        (5, 3, 2, 1 - 1 / 10),
+        (10, 3, 5, 1 - 21 / 252),
+        (3, 2, 2, 1.0),  # fewer wrong ones than k
+    ],
+)
+def test_pass_at_k_by_hand(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(np.array([c]), n, k)[0] == pytest.approx(expected, abs=1e-15)
+
+
+@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one(ncks: tuple[int, int, int]) -> None:
+    n, c, k = ncks
+    right = [True] * c + [False] * (n - c)
+    subsets = list(itertools.combinations(right, k))
+    assert pass_at_k(np.array([c]), n, k)[0] == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_unbiased(k: int) -> None:
+    """Its mean over binomial counts is 1 - (1 - p)^k exactly."""
+    n, p = 7, 0.3
+    weights = np.array([math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)])
+    assert weights @ pass_at_k(np.arange(n + 1), n, k) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_pass_at_k_stays_exact_for_many_chains() -> None:
+    values = pass_at_k(np.arange(1025), 1024, 512)
+    assert (np.diff(values) >= 0).all()
+    assert values[0] == 0.0
+    assert values[1] == 0.5
+    assert pass_ks(1024) == tuple(2**i for i in range(11))
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.integers(0, 2**62))
+def test_the_same_seed_gives_the_same_interval_around_the_mean(values: list[float], seed: int) -> None:
+    first, again = (one(values, resamples=100, seed=seed) for _ in range(2))
+    assert first == again
+    assert first.value == pytest.approx(np.mean(values))
+    assert first.low is not None
+    assert first.high is not None
+    assert min(values) - 1e-12 <= first.low <= first.high <= max(values) + 1e-12
+
+
+def test_another_seed_gives_another_interval() -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    assert one(values, seed=1).low != one(values, seed=2).low
+
+
+@given(st.floats(-1e6, 1e6, allow_subnormal=False), st.integers(1, 40), st.floats(0.001, 1e3))
+def test_constant_data_gives_an_interval_of_no_width(value: float, n: int, per: float) -> None:
+    mean, ratio = one([value] * n, resamples=100), one([value] * n, [per] * n, resamples=100)
+    assert (mean.value, mean.low, mean.high) == (value, value, value)
+    assert (ratio.value, ratio.low, ratio.high) == (value / per,) * 3
+
+
+@given(st.lists(st.floats(0.1, 1), min_size=2, max_size=40))
+def test_a_figure_over_itself_is_exactly_one_in_every_resample(values: list[float]) -> None:
+    e = one(values, values, resamples=100)
+    assert (e.value, e.low, e.high) == (1.0, 1.0, 1.0)
+
+
+def test_retention_is_paired_by_prompt() -> None:
+    """Hand over 0.9 of a score that differs widely between prompts: the ratio's interval knows which belong together."""
+    rng = np.random.default_rng(3)
+    solo = rng.uniform(0.05, 1.0, size=60)
+    handoff = 0.9 * solo
+    paired = one(handoff, solo)
+    assert paired.low is not None
+    assert paired.high is not None
+    assert paired.high - paired.low < 1e-12
+    assert paired.value == pytest.approx(0.9)
+    shuffled = one(handoff, rng.permutation(solo))
+    assert shuffled.high is not None
+    assert shuffled.low is not None
+    assert shuffled.high - shuffled.low > 0.1, "the same numbers without the pairing"
+
+
+def test_figures_share_their_resamples() -> None:
+    x = np.random.default_rng(4).uniform(size=30)
+    together = bootstrap({"up": Ratio(x), "down": Ratio(-x)}, resamples=301, seed=5)
+    assert together["up"].low == -together["down"].high  # type: ignore[operator]
+    assert together["up"] == one(x, resamples=301, seed=5)
+
+
+def test_a_ratio_is_one_of_sums_not_a_mean_of_ratios() -> None:
+    assert one([1, 30], [1, 10]).value == pytest.approx(31 / 11)
+
+
+@pytest.mark.parametrize("sampler", ["normal", "bernoulli", "ratio"])
+def test_the_interval_covers_the_truth_about_as_often_as_it_says(sampler: str) -> None:
+    rng = np.random.default_rng(7)
+    hits, trials, n = 0, 300, 80
+    for seed in range(trials):
+        if sampler == "ratio":
+            lengths = rng.integers(1, 20, size=n)
+            e, truth = one(lengths * rng.normal(2.0, 1.0, size=n), lengths, resamples=300, seed=seed), 2.0
+        elif sampler == "normal":
+            e, truth = one(rng.normal(3.0, 2.0, size=n), resamples=300, seed=seed), 3.0
+        else:
+            e, truth = one(rng.random(n) < 0.4, resamples=300, seed=seed), 0.4
+        assert e.low is not None
+        assert e.high is not None
+        hits += e.low <= truth <= e.high
+    assert 0.90 < hits / trials < 0.985
+
+
+def test_the_width_is_that_of_the_normal_approximation() -> None:
+    x = np.random.default_rng(8).normal(size=2000)
+    e = one(x, resamples=4000)
+    assert e.low is not None
+    assert e.high is not None
+    expected = 2 * NormalDist().inv_cdf(0.975) * x.std() / math.sqrt(len(x))
+    assert e.high - e.low == pytest.approx(expected, rel=0.05)
+
+
+def test_a_zero_denominator_is_said_not_hidden() -> None:
+    nothing = one([0.0, 0.0], [0.0, 0.0])
+    assert (nothing.value, nothing.low, nothing.high) == (None, None, None)
+    assert nothing.reason == "the denominator is 0"
+    # One prompt of two decides: a quarter of the resamples leave it out.
+    rare = one([0.5, 0.0], [1.0, 0.0], resamples=2000)
+    assert rare.value == 0.5
+    assert (rare.low, rare.high) == (None, None)
+    assert rare.reason is not None
+    assert 22.0 < float(rare.reason.split()[5].rstrip("%")) < 28.0
+
+
+def test_a_rare_zero_denominator_widens_both_ends() -> None:
+    """Three of ten prompts count: (7/10)^10 = 2.8% of the resamples have none; eight of ten: practically none."""
+    ones = np.ones(10)
+    three, eight = (np.arange(10) < m for m in (3, 8))
+    assert one(three, three).low is None
+    assert one(ones * eight, eight) == one(ones, ones)
+
+
+def test_blocks_of_resamples_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_tandem.report import statistics
+
+    x = np.random.default_rng(9).normal(size=33)
+    whole = one(x)
+    monkeypatch.setattr(statistics, "_COUNTS_AT_ONCE", 100)
+    blocks = one(x)
+    assert (blocks.low, blocks.high) == (pytest.approx(whole.low), pytest.approx(whole.high))

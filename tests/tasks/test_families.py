@@ -1,0 +1,329 @@
+"""Tasks: train and held-out prompts never overlap, streams are pure functions, scorers, bad files and configs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from slime_tandem.config import TaskSpec
+from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.tasks.families import EVALUATED_AS_CODE, INSTRUCTION, TaskSet, extract_answer, is_held_out, read_jsonl
+from slime_tandem.types import Message, Prompt
+
+SUMS = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2})
+LETTERS = TaskSpec(family="letter_counting", config={"min_words": 2, "max_words": 4})
+GSM = TaskSpec(family="gsm_symbolic")
+
+
+def write_jsonl(path: Path, rows: list[object]) -> TaskSpec:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return TaskSpec(family="jsonl", path=str(path))
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.prompt_id for prompt in prompts]
+
+
+@pytest.mark.parametrize("spec", [SUMS, LETTERS, GSM], ids=lambda spec: spec.family)
+def test_prompts_have_messages_label_and_task(spec: TaskSpec) -> None:
+    for prompt in TaskSet([spec], seed=3).train_prompts(0, 4):
+        assert prompt.task == spec.family
+        assert [m.role for m in prompt.messages] == ["user"]
+        assert prompt.messages[0].content == f"{INSTRUCTION}\n{prompt.metadata['entry']['question']}"
+        assert prompt.label
+
+
+@pytest.mark.parametrize("spec", [SUMS, LETTERS, GSM], ids=lambda spec: spec.family)
+def test_right_answers_score_one_and_others_do_not(spec: TaskSpec) -> None:
+    tasks = TaskSet([spec], seed=0)
+    for prompt in tasks.train_prompts(1, 8):
+        assert tasks.reward(prompt, f" so it is <answer> {prompt.label} </answer>") == 1.0
+        assert tasks.correct(prompt, f"\\boxed{{{prompt.label}}}")
+        assert not tasks.correct(prompt, f"<answer>{prompt.label}7</answer>")
+        assert tasks.reward(prompt, str(prompt.label)) == 0.0, "an answer without tags is none"
+
+
+def test_part_marks_are_rewarded_and_not_counted_as_correct() -> None:
+    tasks = TaskSet([LETTERS], seed=0)
+    prompt = tasks.train_prompts(0, 1)[0]
+    text = f"<answer>{prompt.label} letters</answer>"
+    assert 0.0 < tasks.reward(prompt, text) < 1.0
+    assert not tasks.correct(prompt, text)
+
+
+def test_train_prompts_are_a_function_of_seed_and_step() -> None:
+    mixed = [SUMS, LETTERS]
+    first = TaskSet(mixed, seed=5)
+    first.train_prompts(0, 7)  # what was asked before does not matter
+    assert ids(first.train_prompts(3, 12)) == ids(TaskSet(mixed, seed=5).train_prompts(3, 12))
+    assert ids(first.train_prompts(3, 12)) != ids(first.train_prompts(4, 12))
+    assert ids(first.train_prompts(3, 12)) != ids(TaskSet(mixed, seed=6).train_prompts(3, 12))
+
+
+def test_heldout_prompts_are_distinct_and_the_same_for_every_seed() -> None:
+    prompts = TaskSet([SUMS, LETTERS], seed=1).heldout_prompts(60)
+    assert ids(prompts) == ids(TaskSet([SUMS, LETTERS], seed=2).heldout_prompts(60))
+    assert len(set(ids(prompts))) == 60
+    assert ids(prompts)[:20] == ids(TaskSet([SUMS, LETTERS], seed=2).heldout_prompts(20))
+
+
+def test_weights_set_the_shares() -> None:
+    tasks = TaskSet([SUMS.model_copy(update={"weight": 3.0}), LETTERS], seed=0)
+    held_out = [p.task for p in tasks.heldout_prompts(40)]
+    assert (held_out.count("chain_sum"), held_out.count("letter_counting")) == (30, 10)
+    trained = [p.task for p in tasks.train_prompts(0, 400)]
+    assert 260 < trained.count("chain_sum") < 340
+
+
+def test_train_and_heldout_never_overlap_in_a_domain_of_two_hundred_questions() -> None:
+    # One-digit sums have 200 questions: independent draws of 400 and 12 would meet with certainty.
+    small = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    held_out = set(ids(TaskSet([small], seed=0).heldout_prompts(12)))
+    for seed in range(4):
+        tasks = TaskSet([small], seed=seed)
+        train = {i for step in range(5) for i in ids(tasks.train_prompts(step, 80))}
+        assert len(train) > 120, "nearly every question that is not held out was drawn"
+        assert not held_out & train
+
+
+def test_sides_are_decided_by_the_messages_alone() -> None:
+    tasks = TaskSet([SUMS], seed=9)
+    assert not any(is_held_out(p.messages) for p in tasks.train_prompts(0, 200))
+    assert all(is_held_out(p.messages) for p in tasks.heldout_prompts(50))
+
+
+def test_too_many_heldout_prompts_are_an_error() -> None:
+    small = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    with pytest.raises(
+        ConfigError, match=r"tasks\.0='chain_sum': expected more distinct held-out prompts.*eval\.prompts"
+    ):
+        TaskSet([small], seed=0).heldout_prompts(100)
+
+
+@given(st.text())
+@example("<answer>")
+@example("<answer><answer>4</answer>")
+@example("<answer>\x00</answer>")
+@example("<answer>1e999999</answer>")
+@example("<answer>NaN</answer>")
+@example("<answer>" + "9" * 5000 + "</answer>")
+@example("\\boxed{{{")
+@settings(deadline=None)
+def test_any_text_has_a_reward_between_zero_and_one(text: str) -> None:
+    for prompt in ARBITRARY_PROMPTS:
+        for response in (text, f"<answer>{text}</answer>"):
+            reward = ARBITRARY_TASKS.reward(prompt, response)
+            assert isinstance(reward, float)
+            assert 0.0 <= reward <= 1.0
+
+
+ARBITRARY_TASKS = TaskSet([SUMS, LETTERS, GSM], seed=0)
+ARBITRARY_PROMPTS = ARBITRARY_TASKS.heldout_prompts(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", None),
+        ("the answer is 4", None),
+        ("<answer>4", None),
+        ("<answer></answer>", ""),
+        ("<answer>3</answer> no <answer>\n4 </answer>!", "4"),
+        ("<answer><answer>4</answer>", "4"),
+        ("\\boxed{3} and \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("<answer>5</answer> \\boxed{6}", "5"),
+        ("\\boxed{3", None),
+    ],
+)
+def test_extract_answer(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+def test_jsonl_takes_the_forms_of_slime_users(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3 ="}]
+    spec = write_jsonl(
+        tmp_path / "p.jsonl",
+        [
+            {"prompt": "1 + 1 =", "label": 2},
+            {"prompt": turns, "label": "5", "task": "sums", "metadata": {"level": 1}},
+            {"messages": turns[1:], "label": 5.0},
+        ],
+    )
+    prompts = read_jsonl(Path(spec.path or ""))
+    assert [p.label for p in prompts] == ["2", "5", "5.0"]
+    assert prompts[1].messages == (Message("system", "Be brief."), Message("user", "2 + 3 ="))
+    assert (prompts[0].task, prompts[1].task, dict(prompts[1].metadata)) == ("jsonl", "sums", {"level": 1})
+
+
+def test_jsonl_is_split_cycled_and_scored_by_math_verify(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Half of {i}?", "label": f"{i}/2"} for i in range(200)]
+    tasks = TaskSet([write_jsonl(tmp_path / "p.jsonl", rows)], seed=0)
+    held_out = set(ids(tasks.heldout_prompts(10)))
+    train = ids(tasks.train_prompts(0, 150))
+    assert len(set(train)) == 150, "no line comes twice before each came once"
+    assert len(tasks.train_prompts(0, 500)) == 500
+    assert not held_out & set(train)
+    prompt = next(p for p in tasks.train_prompts(0, 150) if p.label == "7/2")
+    assert tasks.correct(prompt, "that is \\boxed{3.5}")
+    assert tasks.correct(prompt, "<answer>7/2</answer>")
+    assert tasks.reward(prompt, "\\boxed{4}") == 0.0
+    for odd in ("", "\\boxed{}", "\\boxed{\\frac{}{}}", "\\boxed{]]>}", "\\boxed{x = y = }"):
+        assert tasks.reward(prompt, odd) == 0.0
+
+
+def test_math_verify_works_outside_the_main_thread(tmp_path: Path) -> None:
+    import threading
+
+    tasks = TaskSet(
+        [write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}?", "label": "1/2"} for i in range(30)])], seed=0
+    )
+    prompt = tasks.train_prompts(0, 1)[0]
+    rewards: list[float] = []
+    thread = threading.Thread(target=lambda: rewards.append(tasks.reward(prompt, "\\boxed{0.5}")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", r":2='\{': expected one JSON object"),
+        ("[1]", "a JSON object"),
+        ('{"prompt": "a"}', "label=None: expected a non-empty string or a number"),
+        ('{"prompt": "a", "label": true}', "label=True"),
+        ('{"prompt": "", "label": "1"}', "prompt='': expected a non-empty string or a list"),
+        ('{"prompt": "a", "messages": [], "label": "1"}', "either `prompt` or `messages`"),
+        ('{"label": "1"}', "either `prompt` or `messages`"),
+        ('{"messages": "a", "label": "1"}', "messages='a': expected a list of messages"),
+        ('{"messages": [{"role": "user"}], "label": "1"}', r"messages\.0=.*`role` and `content`"),
+        ('{"messages": [{"role": "bot", "content": "a"}], "label": "1"}', r"messages\.0\.role='bot'"),
+        ('{"prompt": "a", "lable": "1"}', "did you mean `label`"),
+        ('{"prompt": "a", "label": "1", "task": 3}', "task=3"),
+        ('{"prompt": "a", "label": "1", "metadata": 3}', "metadata=3"),
+    ],
+)
+def test_bad_lines_are_named_by_path_and_number(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "label": "1"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=says) as caught:
+        read_jsonl(path)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="an existing JSONL file"):
+        read_jsonl(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
+    with pytest.raises(DataError, match="at least one line"):
+        read_jsonl(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="UTF-8"):
+        read_jsonl(tmp_path / "binary.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (TaskSpec(family="chain_sums"), r"tasks\.0\.family='chain_sums'.*did you mean `chain_sum`"),
+        (TaskSpec(family="json"), "did you mean `jsonl`"),
+        (
+            TaskSpec(family="chain_sum", config={"max_term": 3}),
+            r"tasks\.0\.config\.max_term=3.*did you mean `max_terms`",
+        ),
+        (TaskSpec(family="chain_sum", config={"seed": 3}), r"config\.seed=3: expected no seed or size"),
+        (TaskSpec(family="chain_sum", config={"min_terms": 5, "max_terms": 2}), "max_terms must be >= min_terms"),
+        (TaskSpec(family="chain_sum", config={"min_digits": "two"}), "a config that chain_sum accepts"),
+    ],
+)
+def test_bad_settings_are_config_errors(spec: TaskSpec, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TaskSet([spec], seed=0)
+
+
+def test_no_tasks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least one task"):
+        TaskSet([], seed=0)
+
+
+def test_our_own_errors_are_not_hidden_by_the_guard() -> None:
+    tasks = TaskSet([SUMS], seed=0)
+    prompt = tasks.train_prompts(0, 1)[0]
+    broken = Prompt(prompt.prompt_id, prompt.messages, prompt.label, prompt.task, {"spec": 0, "entry": {}})
+    with pytest.raises(KeyError):
+        tasks.reward(broken, "<answer>4</answer>")
+
+
+RUNS_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "parse_expr",
+    "sympify",
+    "parse_latex",
+    "lambdify",
+    "literal_eval",
+    "__import__",
+}
+SAFE_PARSERS = {"propositional_logic"}
+"""Families with a `parse_expr` of their own, which builds a tree and runs nothing."""
+
+
+def functions_of(cls: type) -> dict[str, ast.FunctionDef]:
+    """Functions and methods by name in the modules of a class and its bases within reasoning-gym, the class's own first."""
+    found: dict[str, ast.FunctionDef] = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith("reasoning_gym"):
+            tree = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    found.setdefault(node.name, node)
+    return found
+
+
+def reached_calls(cls: type, start: str = "score_answer") -> set[str]:
+    """Last names of all that `start` calls, directly or through functions of the same modules."""
+    functions, calls, waiting, seen = functions_of(cls), set(), [start], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in functions:
+            continue
+        seen.add(name)
+        names = {
+            node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            for node in ast.walk(functions[name])
+            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))
+            if ast.unparse(node.func) != "re.compile"
+        }
+        calls |= names
+        waiting += names
+    return calls
+
+
+def test_every_scorer_that_runs_text_is_refused_and_no_other() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
+    runs = {
+        name
+        for name, (cls, _) in reasoning_gym.factory.DATASETS.items()
+        if reached_calls(cls) & RUNS_TEXT and name not in SAFE_PARSERS
+    }
+    assert len(reasoning_gym.factory.DATASETS) > 100
+    assert runs | {"composite"} == set(EVALUATED_AS_CODE)
+
+
+@pytest.mark.parametrize("family", sorted(EVALUATED_AS_CODE))
+def test_a_family_whose_scorer_runs_text_is_refused_by_name(family: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"tasks\.0\.family='{family}': expected a data set whose scorer does not run"
+    ):
+        TaskSet([TaskSpec(family=family)], seed=0)
