@@ -1,0 +1,53 @@
+"""Names in a configuration that stand for code: a built-in one, or a user's own as `module:attribute`.
+
+One door for strategies, selectors, signals, task families, rewards, environments and teachers (docs/extending.md). Importing a
+user's module runs its code: that is the user's own doing, named in the user's own configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from slime_tandem.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is of the form `module:attribute`, which no built-in one has.
+
+    >>> is_own("my.rewards:strict"), is_own("word")
+    (True, False)
+    """
+    module, colon, attribute = name.partition(":")
+    return bool(module and colon and attribute)
+
+
+def find(name: str, built_in: Mapping[str, T], field: str, kind: type[T] | None = None) -> T:
+    """What `name` stands for. Raises ConfigError, which names the setting `field`, for a name that is neither built in nor
+    importable, and for an attribute that is no `kind` (a class or a runtime-checkable protocol; None: that is callable).
+
+    >>> find("math:sqrt", {}, "tasks.0.reward")(9.0)
+    3.0
+    """
+
+    def refusal(why: str) -> ConfigError:
+        close = difflib.get_close_matches(name, built_in, n=1, cutoff=0.6)
+        remedy = f"did you mean {close[0]!r}?" if close else "correct the name, or the import path"
+        return ConfigError(field, name, f"{', '.join(sorted(built_in))} or module:attribute ({why})", remedy)
+
+    if name in built_in:
+        return built_in[name]
+    if not is_own(name):
+        raise refusal("no built-in one has this name")
+    module, _, attribute = name.partition(":")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # an import runs the user's code
+        raise refusal(" ".join(f"{type(error).__name__}: {error}".split())) from error
+    if not (callable(found) if kind is None else isinstance(found, kind)):
+        raise refusal(f"it is a {type(found).__name__}" + ("" if kind is None else f", no {kind.__name__}"))
+    return found
