@@ -1,13 +1,20 @@
 """The error kinds of slime_tandem: every failure a user can cause or meet is one of these.
 
-Each message names the field, the value it had, what was expected and the remedy, in that order; build it with
-:func:`explain` so that no part is forgotten. Our own invariants are `assert`s instead: a failing assert is our bug.
+Each carries its four parts as attributes, `field`, `value`, `expected` and `remedy`, and `str()` makes a sentence of them.
+Nobody takes a sentence apart again. Our own invariants are `assert`s instead: a failing assert is our bug.
+
+    TandemError
+      ConfigError, DataError, ModelError (TokenizerMismatchError)      what a user gave; also ValueErrors
+      EngineError (Rejected, Unavailable, PortInUse, WeightVersion,
+                   TeacherScore, EnvironmentTimeout)                    what a server or a teacher did; also RuntimeErrors
+      CheckpointError, RunDirError                                      what lies on the disk
 """
 
 from __future__ import annotations
 
 import errno
-import os
+from collections.abc import Sequence
+from typing import Self
 
 _LONGEST = 1000
 """Characters of a value that are shown: a user's function may answer megabytes."""
@@ -25,21 +32,76 @@ def explain(field: str, value: object, expected: str, remedy: str) -> str:
     return f"{field}={shown}: expected {expected}. Remedy: {remedy}."
 
 
-def explain_os_error(path: str | os.PathLike[str], error: OSError) -> str:
-    """`explain` for a file or folder that the system refuses; a full disk gets a remedy of its own.
-
-    >>> explain_os_error("runs/a", OSError(errno.EACCES, "Permission denied"))
-    "runs/a='Permission denied': expected a usable path on a disk with free space. Remedy: check the path and its \
-permissions, or choose another one."
-    """
-    remedy = "check the path and its permissions, or choose another one"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free space on that disk, then run again, or resume the run from its last checkpoint"
-    return explain(os.fspath(path), error.strerror or str(error), "a usable path on a disk with free space", remedy)
-
-
 class TandemError(Exception):
-    """Base of all errors that slime_tandem raises on purpose."""
+    """Base of all errors that slime_tandem raises on purpose.
+
+    `field`: the setting, file or request part at fault; `value`: what it was; `expected`: what it should have been; `remedy`:
+    what to do; `detail`: further lines, such as the end of a log; `problems`: the errors that this one gathers, else itself.
+
+    >>> error = ConfigError("tandem.prob_senior", 1.5, "a number in [0, 1]", "set it to 0.5, the paper's value")
+    >>> error.field, error.value, error.remedy
+    ('tandem.prob_senior', 1.5, "set it to 0.5, the paper's value")
+    >>> print(error.within("suite.yaml"))
+    suite.yaml: tandem.prob_senior=1.5: expected a number in [0, 1]. Remedy: set it to 0.5, the paper's value.
+    """
+
+    def __init__(self, field: str, value: object, expected: str, remedy: str, detail: str = "") -> None:
+        super().__init__()
+        self.args = (field, value, expected, remedy, detail)  # what pickle makes it from again
+        self.field, self.value, self.expected, self.remedy, self.detail = field, value, expected, remedy, detail
+        self.problems: tuple[TandemError, ...] = (self,)
+
+    def __str__(self) -> str:
+        if self.problems != (self,):
+            return "\n".join(str(problem) for problem in self.problems)
+        return self.what + f" Remedy: {self.remedy}." + (f"\n{self.detail}" if self.detail else "")
+
+    @property
+    def what(self) -> str:
+        """The sentence without its remedy.
+
+        >>> ConfigError("seed", -1, "at least 0", "leave it out").what
+        'seed=-1: expected at least 0.'
+        """
+        return explain(self.field, self.value, self.expected, "").removesuffix(" Remedy: .")
+
+    def within(self, where: str) -> Self:
+        """The same error, with `where` (a file, a role) said first."""
+        made = type(self)(f"{where}: {self.field}", self.value, self.expected, self.remedy, self.detail)
+        if self.problems != (self,):
+            made.problems = tuple(problem.within(where) for problem in self.problems)
+        return made
+
+    @classmethod
+    def gather(cls, problems: Sequence[TandemError]) -> Self:
+        """One error of all `problems` (at least one), a line each; its own parts are the first one's.
+
+        >>> print(ConfigError.gather([ConfigError("a", 1, "2", "set it"), ConfigError("b", 3, "4", "set it")]))
+        a=1: expected 2. Remedy: set it.
+        b=3: expected 4. Remedy: set it.
+        """
+        first = problems[0]
+        made = cls(first.field, first.value, first.expected, first.remedy, first.detail)
+        if len(problems) > 1:
+            made.problems = tuple(problems)
+        return made
+
+    @classmethod
+    def of_os_error(cls, path: object, error: OSError) -> Self:
+        """For a file or folder that the system refuses; a full disk gets a remedy of its own.
+
+        >>> str(RunDirError.of_os_error("runs/a", OSError(errno.EACCES, "Permission denied")))
+        "runs/a='Permission denied': expected a usable path on a disk with free space. Remedy: check the path and its \
+permissions, or choose another one."
+        """
+        remedy = "check the path and its permissions, or choose another one"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free space on that disk, then run again, or resume the run from its last checkpoint"
+        return cls(str(path), error.strerror or str(error), "a usable path on a disk with free space", remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # OSError's own way leaves out all but two arguments; `problems` is state.
+        return type(self), self.args, {"problems": self.problems} if self.problems != (self,) else None
 
 
 class ConfigError(TandemError, ValueError):

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and texts that are read or refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from slime_tandem.errors import DataError
 
 
 @contextlib.contextmanager
@@ -23,3 +25,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a UTF-8 file; raises DataError, which names `what` it should have been, for one that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise DataError(what, str(path), f"a readable UTF-8 file ({why})", "restore the file") from None

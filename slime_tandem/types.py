@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError, TeacherScoreError
 
 SENIOR = 1
 JUNIOR = 0
@@ -115,21 +115,17 @@ class TandemSample:
     def __post_init__(self) -> None:
         if self.inserted_messages and len(self.inserted_messages) != len(self.inserted):
             raise DataError(
-                explain(
-                    "TandemSample.inserted_messages",
-                    f"{len(self.inserted_messages)} entries",
-                    f"one per inserted span ({len(self.inserted)}), or none at all",
-                    "give the messages of every inserted text",
-                )
+                "TandemSample.inserted_messages",
+                f"{len(self.inserted_messages)} entries",
+                f"one per inserted span ({len(self.inserted)}), or none at all",
+                "give the messages of every inserted text",
             )
         R = len(self.response_ids)
         for name in ("authorship_mask", "log_probs", "senior_log_probs", "kept_ids"):
             n = len(getattr(self, name))
             if n != R and not (name in ("senior_log_probs", "kept_ids") and n == 0):
                 raise DataError(
-                    explain(
-                        f"TandemSample.{name}", f"length {n}", f"length {R}, one per response token", "see the engine"
-                    )
+                    f"TandemSample.{name}", f"length {n}", f"length {R}, one per response token", "see the engine"
                 )
 
     @property
@@ -230,7 +226,7 @@ class TopLists:
     def __post_init__(self) -> None:
         if self.student_ids.ndim != 2 or self.teacher_ids.ndim != 2 or len(self.student_ids) != len(self.teacher_ids):
             shapes = f"{self.student_ids.shape} and {self.teacher_ids.shape}"
-            raise DataError(explain("TopLists ids", shapes, "[N, K] for both, with the same N", "pass whole batches"))
+            raise DataError("TopLists ids", shapes, "[N, K] for both, with the same N", "pass whole batches")
         pairs = (
             ("student_log_probs", self.student_log_probs, self.student_ids),
             ("teacher_log_probs", self.teacher_log_probs, self.teacher_ids),
@@ -242,17 +238,17 @@ class TopLists:
                 continue
             if values.shape != ids.shape:
                 expected = f"the shape of its ids {ids.shape}"
-                raise DataError(explain(f"TopLists.{name}", values.shape, expected, "pass both"))
+                raise DataError(f"TopLists.{name}", values.shape, expected, "pass both")
             if not values.size or np.max(values) <= _MOST_LOG_PROB:  # the maximum of anything and NaN is NaN
                 continue
             bad = (ids >= 0) & ~(values <= _MOST_LOG_PROB)  # NaN and +inf as well
             if bad.any():
                 n, k = np.argwhere(bad)[0]
                 where, expected = f"TopLists.{name}[{n}, {k}]", "a log-probability of at most 0"
-                raise DataError(explain(where, float(values[n, k]), expected, "see the engine"))
+                raise DataError(where, float(values[n, k]), expected, "see the engine")
         if (self.teacher_on_student is None) != (self.student_on_teacher is None):
             expected = "both or none"
-            raise DataError(explain("TopLists", "one cross-score", expected, "ask both sides for the other's ids"))
+            raise DataError("TopLists", "one cross-score", expected, "ask both sides for the other's ids")
 
     def __len__(self) -> int:
         return len(self.student_ids)
@@ -336,4 +332,4 @@ class ScoredSample:
     sample: TandemSample
     reward: float
     teacher: AlignedScores | None
-    teacher_error: str | None = None
+    teacher_error: TeacherScoreError | None = None

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+import slime_tandem
 from slime_tandem import __version__
 from slime_tandem.config import (
     AlignmentPolicy,
@@ -36,7 +37,7 @@ from slime_tandem.config import (
     fields_of,
     http_url,
 )
-from slime_tandem.errors import ConfigError, DataError, RunDirError, TandemError, explain, explain_os_error
+from slime_tandem.errors import ConfigError, DataError, RunDirError, TandemError
 from slime_tandem.signals import terminate_as_interrupt
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ def _align(args: argparse.Namespace) -> int:
 
     _positive("--limit", args.limit)
     if args.ids and args.file is None:
-        raise ConfigError(explain("--ids", "without FILE", "a file of ids", "name the file, or - for standard input"))
+        raise ConfigError("--ids", "without FILE", "a file of ids", "name the file, or - for standard input")
     trust, cache = args.trust_remote_code, Path(args.cache_dir)
     student = load_text_tokenizer(args.student, cache, trust_remote_code=trust)
     teacher = load_text_tokenizer(args.teacher, cache, trust_remote_code=trust)
@@ -392,12 +393,12 @@ def _read_text(name: str) -> str:
         text.encode()  # standard input can hold what is no UTF-8 as half surrogate pairs
         return text
     except (OSError, UnicodeError) as error:
-        raise DataError(explain("FILE", name, f"a readable UTF-8 text ({error})", "check the path")) from None
+        raise DataError("FILE", name, f"a readable UTF-8 text ({error})", "check the path") from None
 
 
 def _positive(flag: str, value: int, least: int = 1) -> None:
     if value < least:
-        raise ConfigError(explain(flag, value, f"at least {least}", "raise it"))
+        raise ConfigError(flag, value, f"at least {least}", "raise it")
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -405,9 +406,9 @@ def _score(args: argparse.Namespace) -> int:
 
     _writable("--output", args.output)
     if Path(args.output).exists() and not Path(args.output).is_file():  # it would be replaced, be it /dev/null
-        raise RunDirError(explain("--output", args.output, "a regular file or none yet", "name another"))
+        raise RunDirError("--output", args.output, "a regular file or none yet", "name another")
     if Path(args.output).exists() and Path(args.file).exists() and Path(args.output).samefile(args.file):
-        raise RunDirError(explain("--output", args.output, "another file than FILE", "name another; it would be lost"))
+        raise RunDirError("--output", args.output, "another file than FILE", "name another; it would be lost")
     _positive("--top-k", args.top_k, 0)
     try:
         kwargs = json.loads(args.template_kwargs)
@@ -415,16 +416,12 @@ def _score(args: argparse.Namespace) -> int:
             raise ValueError("not an object")
     except ValueError as error:
         raise ConfigError(
-            explain(
-                "--template-kwargs", args.template_kwargs, f"a JSON object ({error})", 'e.g. {"enable_thinking": false}'
-            )
+            "--template-kwargs", args.template_kwargs, f"a JSON object ({error})", 'e.g. {"enable_thinking": false}'
         ) from None
     try:
         http_url(args.teacher_url)
     except ValueError as error:
-        raise ConfigError(
-            explain("--teacher-url", args.teacher_url, str(error), "e.g. http://127.0.0.1:30000")
-        ) from None
+        raise ConfigError("--teacher-url", args.teacher_url, str(error), "e.g. http://127.0.0.1:30000") from None
     result = score_file(
         ScoreJob(
             Path(args.file),
@@ -452,14 +449,14 @@ def _key(name: str | None) -> str | None:
         return None
     key = os.environ.get(name)
     if not key:
-        raise ConfigError(explain("--api-key-env", name, "a variable that is set", "export it first"))
+        raise ConfigError("--api-key-env", name, "a variable that is set", "export it first")
     return key
 
 
 def _writable(flag: str, name: str | None) -> None:
     """Refuse a file that cannot be written before the work, not after it."""
     if name is not None and (Path(name).is_dir() or not Path(name).parent.is_dir()):
-        raise RunDirError(explain(flag, name, "a file in an existing folder", "make the folder, or name another file"))
+        raise RunDirError(flag, name, "a file in an existing folder", "make the folder, or name another file")
 
 
 def _write(flag: str, name: str | None, text: str) -> None:
@@ -467,7 +464,7 @@ def _write(flag: str, name: str | None, text: str) -> None:
         try:
             Path(name).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise RunDirError(explain(flag, name, "a writable file", str(error))) from None
+            raise RunDirError(flag, name, "a writable file", str(error)) from None
 
 
 def _suite(args: argparse.Namespace) -> int:
@@ -484,7 +481,7 @@ def _suite(args: argparse.Namespace) -> int:
     )
     say = partial(print, flush=True)
     if args.backend == "slime":
-        submit = Path(__file__).parents[1] / "scripts" / "train" / "submit_slime.sh"
+        submit = Path(slime_tandem.__file__).parents[1] / "scripts" / "train" / "submit_slime.sh"
         slime_suite(suite, dry_run=args.dry_run, submit=submit, plan=_slime_plan, say=say)
     else:
         run_suite(suite, dry_run=args.dry_run, say=say)
@@ -514,9 +511,7 @@ def _config(args: argparse.Namespace) -> int:
     config = RunConfig.load(args.check, args.overrides)
     if args.slime is None:
         if args.slime_flags:
-            raise ConfigError(
-                explain("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
-            )
+            raise ConfigError("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
         print(config.to_yaml(), end="")
         return 0
     launch = _slime_plan(config, Path(args.slime), args.slime_flags)
@@ -551,7 +546,7 @@ def _convert(args: argparse.Namespace) -> int:
     from slime_tandem.slime_launch.sizes import read_model_args
 
     if not 0 < args.max_file_gib < math.inf:
-        raise ConfigError(explain("--max-file-gib", args.max_file_gib, "a finite number above 0", "e.g. 4"))
+        raise ConfigError("--max-file-gib", args.max_file_gib, "a finite number above 0", "e.g. 4")
     source, like = Path(args.source), None if args.like is None else Path(args.like)
     job = Job(source, Path(args.output), like, args.force, int(args.max_file_gib * 2**30))
     require_one_checkpoint(source)
@@ -577,7 +572,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.fused:
         return _serve_fused(args, key)
     if args.model is None or args.sglang_args:
-        raise ConfigError(explain("MODEL", args.model, "one model folder", "name it, or use --fused SENIOR JUNIOR"))
+        raise ConfigError("MODEL", args.model, "one model folder", "name it, or use --fused SENIOR JUNIOR")
     serve(
         str(resolve_model(args.model, Path(args.cache_dir))),
         host=args.host,
@@ -612,9 +607,7 @@ def _serve_fused(args: argparse.Namespace, key: str | None) -> int:
         try:
             text = Path(args.boundary_ids).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                explain("--boundary-ids", args.boundary_ids, "a readable UTF-8 file", str(error))
-            ) from None
+            raise ConfigError("--boundary-ids", args.boundary_ids, "a readable UTF-8 file", str(error)) from None
         tables.append(frozenset(load_response(text, f"--boundary-ids {args.boundary_ids}")))
     extra = ([args.model] if args.model else []) + args.sglang_args
     server = FusedServer(
@@ -664,7 +657,7 @@ def _flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise RunDirError(explain_os_error("output", error)) from None
+        raise RunDirError.of_os_error("output", error) from None
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
@@ -691,8 +684,8 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     except (TandemError, OSError) as error:
         if os.environ.get("SLIME_TANDEM_TRACEBACK"):
             traceback.print_exc()
-        message = str(error) if isinstance(error, TandemError) else explain_os_error(error.filename or "output", error)
-        print("\n".join((f"{command}: {message}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        told = error if isinstance(error, TandemError) else TandemError.of_os_error(error.filename or "output", error)
+        print("\n".join((f"{command}: {told}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         hint = "; `--resume` goes on from the last checkpoint, if there is one" if command.endswith(" train") else ""

@@ -1,53 +1,71 @@
-"""What a user may set, checked: one tree of sections. Every public name is here: `from slime_tandem.config import X`."""
+"""What a user may set, checked: one tree of sections. Every public name is here: `from slime_tandem.config import X`.
 
-from slime_tandem.config.run import (
-    SELECTOR_ALIASES,
-    AdvantageScale,
-    AlignmentPolicy,
-    AuthorSchedule,
-    Baseline,
-    BoundaryClass,
-    Budget,
+Nobody else states a default or a contradiction. Knows no model, no server and no file but the configuration's own.
+"""
+
+from slime_tandem.config.cluster import (
     ClusterConfig,
-    Compatibility,
-    Denominator,
+)
+from slime_tandem.config.engine import (
     EngineConfig,
-    EvalConfig,
+    ModelsConfig,
+)
+from slime_tandem.config.load import (
+    read_yaml_mapping,
+)
+from slime_tandem.config.objective import (
+    AdvantageScale,
+    Baseline,
     KlEstimator,
     KlGuard,
-    MissingMass,
-    ModelsConfig,
-    Normalisation,
     ObjectiveConfig,
-    OpdConfig,
-    OpdSignal,
     OptimizerConfig,
-    Probability,
     RatioLevel,
     Reduction,
     RolloutWeights,
-    RunConfig,
-    SamplingConfig,
-    Section,
+    Surrogate,
+)
+from slime_tandem.config.opd import (
+    SELECTOR_ALIASES,
+    AlignmentPolicy,
+    Budget,
+    Compatibility,
+    Denominator,
+    MissingMass,
+    Normalisation,
+    OpdConfig,
+    OpdSignal,
     SelectionConfig,
     SelectionRules,
     Selector,
     SelectorName,
-    Strategy,
     Support,
-    Surrogate,
-    TandemConfig,
-    TaskSpec,
     TeacherSpec,
     Thinking,
-    TrainConfig,
+)
+from slime_tandem.config.run import (
+    ENTRIES,
+    RunConfig,
     choices_of,
     fields_of,
+)
+from slime_tandem.config.section import (
+    Ignored,
+    Probability,
+    Section,
     http_url,
-    read_yaml_mapping,
+)
+from slime_tandem.config.sections import EvalConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.tandem import (
+    AuthorSchedule,
+    BoundaryClass,
+    SamplingConfig,
+    Strategy,
+    TandemConfig,
 )
 
 __all__ = [
+    "ENTRIES",
     "SELECTOR_ALIASES",
     "AdvantageScale",
     "AlignmentPolicy",
@@ -60,6 +78,7 @@ __all__ = [
     "Denominator",
     "EngineConfig",
     "EvalConfig",
+    "Ignored",
     "KlEstimator",
     "KlGuard",
     "MissingMass",
@@ -76,6 +95,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "Section",
+    "Sections",
     "SelectionConfig",
     "SelectionRules",
     "Selector",

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from slime_tandem.errors import ConfigError, explain, explain_os_error
+from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
 
 RENAMED: dict[str, str] = {
@@ -102,9 +102,7 @@ new='prob_senior')])
             if new is None:
                 continue
             if new in out or (new != key and new in tree):
-                raise ConfigError(
-                    explain(f"{where or 'top'} {key}", value, f"no `{new}` beside it", "remove one of the two")
-                )
+                raise ConfigError(f"{where or 'top'} {key}", value, f"no `{new}` beside it", "remove one of the two")
             out[new], inner = migrate_tree(value, f"{where}.{new}" if where else str(new))
             changes += inner
         return out, changes
@@ -131,7 +129,7 @@ def migrate_text(text: str) -> tuple[str, list[Change]]:
         lines[number - 1] = _WORD.sub(lambda m: RENAMED[m[1]], line)
     left = [c for c in changes if c.new == c.old]
     if left:
-        raise ConfigError(explain(left[0].where, left[0].old, "no name without a successor", "take it out by hand"))
+        raise ConfigError(left[0].where, left[0].old, "no name without a successor", "take it out by hand")
     return "\n".join(lines), changes
 
 
@@ -142,7 +140,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Change]]:
         _require_small(node)
         tree, changes = migrate_tree(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
-        raise ConfigError(explain("file", _told(error), "one document of valid YAML", "correct it first")) from None
+        raise ConfigError("file", _told(error), "one document of valid YAML", "correct it first") from None
     edits = sorted(set(_key_edits(node, text)), reverse=True) if node is not None else []
     for start, end, new in edits:
         quoted = bool(new) and text[start] in "\"'"
@@ -154,7 +152,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Change]]:
     if not whole:
         last = next((c for c in changes if c.new is None), changes[0] if changes else None)
         expected = "keys that can be renamed or cut out where they stand"
-        raise ConfigError(explain("file", None if last is None else str(last), expected, "change it by hand"))
+        raise ConfigError("file", None if last is None else str(last), expected, "change it by hand")
     return text, changes
 
 
@@ -212,9 +210,7 @@ def _cut(node: yaml.MappingNode, i: int, text: str) -> tuple[int, int, str]:
         before = node.value[i - 1][1].end_mark.index if i else start
         if "#" in text[before:start] + text[end : following or node.end_mark.index]:
             expected = "a flow mapping without comments around it"
-            raise ConfigError(
-                explain("file", f"line {key.start_mark.line + 1}: {key.value}", expected, "cut it by hand")
-            )
+            raise ConfigError("file", f"line {key.start_mark.line + 1}: {key.value}", expected, "cut it by hand")
         return (before, end, "") if following is None else (start, following, "")
     if not isinstance(value, yaml.ScalarNode) or value.style in ("|", ">"):
         # Here the mark lies before the next token: blank lines and comments that are no deeper belong to what follows.
@@ -251,12 +247,9 @@ def migrate_file(path: Path, *, write: bool) -> list[Change]:
             return _migrate_torch(path, write=write)
         text = path.read_bytes().decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
-        why = (
-            explain_os_error(path, error)
-            if isinstance(error, OSError)
-            else explain(str(path), str(error), "UTF-8 text", "leave it out")
-        )
-        raise ConfigError(why) from None
+        if isinstance(error, OSError):
+            raise ConfigError.of_os_error(path, error) from None
+        raise ConfigError(str(path), str(error), "UTF-8 text", "leave it out") from None
     try:
         if kind == ".json":
             tree, changes = migrate_tree(_json(text, path))
@@ -264,11 +257,11 @@ def migrate_file(path: Path, *, write: bool) -> list[Change]:
         else:
             new, changes = (migrate_yaml if kind in (".yaml", ".yml") else migrate_text)(text)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise error.within(str(path)) from None
     try:
         data = new.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(explain(str(path), str(error), "text that UTF-8 can hold", "correct it first")) from None
+        raise ConfigError(str(path), str(error), "text that UTF-8 can hold", "correct it first") from None
     if changes and write:
         _replace(path, lambda temporary: temporary.write_bytes(data))
     return changes
@@ -278,7 +271,7 @@ def _json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(explain(str(path), _told(error), "valid JSON", "correct it first")) from None
+        raise ConfigError(str(path), _told(error), "valid JSON", "correct it first") from None
 
 
 def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
@@ -291,7 +284,7 @@ def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            explain(str(path), why, "a file of tensors and plain values", "save its config blob as JSON first")
+            str(path), why, "a file of tensors and plain values", "save its config blob as JSON first"
         ) from None
     new, changes = migrate_tree(tree)
     if changes and write:
@@ -302,11 +295,11 @@ def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
 def _replace(path: Path, save: Callable[[Path], object]) -> None:
     backup = path.with_name(path.name + ".bak")
     if backup.exists():
-        raise ConfigError(explain(str(backup), "there already", "no older copy in the way", "move it away"))
+        raise ConfigError(str(backup), "there already", "no older copy in the way", "move it away")
     try:
         with whole_file(path) as file:
             save(file)
             shutil.copymode(path, file)
             os.link(path, backup)
     except OSError as error:
-        raise ConfigError(explain_os_error(path, error)) from None
+        raise ConfigError.of_os_error(path, error) from None

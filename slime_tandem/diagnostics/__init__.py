@@ -5,9 +5,9 @@ Needs the extra `diagnostics` (pandas, pyarrow, statsmodels); importing without 
 
 from importlib.util import find_spec
 
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 
 _MISSING = [name for name in ("pandas", "pyarrow", "statsmodels") if find_spec(name) is None]
 if _MISSING:
     _REMEDY = "pip install -c constraints.txt -e '.[diagnostics]'"
-    raise ConfigError(explain("packages of the extra `diagnostics`", _MISSING, "none missing", _REMEDY))
+    raise ConfigError("packages of the extra `diagnostics`", _MISSING, "none missing", _REMEDY)

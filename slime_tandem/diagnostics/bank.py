@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.distill.teachability import TopLists
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.files import whole_file
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray
@@ -204,7 +204,7 @@ class OneResponse:
         for name, *ids in zip(*columns, strict=True):
             if self._ids.setdefault(name, hash(tuple(map(tuple, ids)))) != hash(tuple(map(tuple, ids))):
                 expected = "one prompt and one response per sample"
-                raise DataError(explain(f"{path}, sample", name, expected, "give responses names of their own"))
+                raise DataError(f"{path}, sample", name, expected, "give responses names of their own")
 
 
 class Bank:
@@ -219,7 +219,7 @@ class Bank:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
         except _UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
-            raise DataError(explain("FILE", str(path), f"a Parquet file ({why})", "check the path")) from None
+            raise DataError("FILE", str(path), f"a Parquet file ({why})", "check the path") from None
         self.metadata = self._checked_metadata()
         schema = self._file.schema_arrow
         for column in kind.schema:
@@ -228,12 +228,10 @@ class Bank:
             # The name of a list's entries is the writer's affair.
             if found is None or not _same_type(found, column.type):
                 raise DataError(
-                    explain(
-                        f"{path}, column {column.name}",
-                        "missing" if found is None else str(found),
-                        f"type {column.type}, as version {VERSION} of {kind.name} has it",
-                        "write the file again with this version's tools",
-                    )
+                    f"{path}, column {column.name}",
+                    "missing" if found is None else str(found),
+                    f"type {column.type}, as version {VERSION} of {kind.name} has it",
+                    "write the file again with this version's tools",
                 )
 
     def __enter__(self) -> Bank:
@@ -254,18 +252,18 @@ class Bank:
         if not isinstance(meta, dict) or meta.get("format") != self.kind.name:
             found = meta.get("format") if isinstance(meta, dict) else None
             expected = f"a file of kind {self.kind.name}, written by this project's tools"
-            raise DataError(explain(str(self.path), found, expected, "name the right file"))
+            raise DataError(str(self.path), found, expected, "name the right file")
         if meta.get("version") != VERSION:
             remedy = "write it again with this version, or read it with the version that wrote it"
-            raise DataError(explain(f"{self.path}, version", meta.get("version"), f"version {VERSION}", remedy))
+            raise DataError(f"{self.path}, version", meta.get("version"), f"version {VERSION}", remedy)
         for name, kind in self.kind.metadata.items():
             if name not in meta:
-                raise DataError(explain(f"{self.path}, metadata {name}", None, "a value", "write the file again"))
+                raise DataError(f"{self.path}, metadata {name}", None, "a value", "write the file again")
             try:
                 TypeAdapter(kind).validate_python(meta[name], strict=True)
             except ValidationError as error:
                 why = error.errors()[0]["msg"]
-                raise DataError(explain(f"{self.path}, metadata {name}", meta[name], why, "write it again")) from None
+                raise DataError(f"{self.path}, metadata {name}", meta[name], why, "write it again") from None
         return meta
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -282,7 +280,7 @@ class Bank:
             except _UNREADABLE as error:
                 why = " ".join(str(error).split())[:200]
                 raise DataError(
-                    explain(str(self.path), f"damaged ({why})", "the rows that were written", "write the file again")
+                    str(self.path), f"damaged ({why})", "the rows that were written", "write the file again"
                 ) from None
             self._check(table)
             if self.kind is BANK:
@@ -290,7 +288,7 @@ class Bank:
             for key in zip(*(table.column(name).to_pylist() for name in self.kind.key), strict=True):
                 if key in seen:
                     remedy = "leave one of them out; merge_token_banks.py refuses duplicates as well"
-                    raise DataError(explain(f"{self.path}, ({', '.join(self.kind.key)})", key, "each key once", remedy))
+                    raise DataError(f"{self.path}, ({', '.join(self.kind.key)})", key, "each key once", remedy)
                 seen.add(key)
             yield table if columns is None else table.select(columns)
 
@@ -298,7 +296,7 @@ class Bank:
         """All rows in memory; raises as `batches`, and DataError for a file without rows."""
         tables = list(self.batches(columns))
         if not sum(map(len, tables)):
-            raise DataError(explain(str(self.path), "no rows", "at least one", "export or evaluate again"))
+            raise DataError(str(self.path), "no rows", "at least one", "export or evaluate again")
         return pa.concat_tables(tables).combine_chunks()
 
     def _check(self, table: pa.Table) -> None:
@@ -358,7 +356,7 @@ class Bank:
 
     def _bad(self, table: pa.Table, i: int, column: str, value: object, expected: str) -> DataError:
         key = ", ".join(str(table.column(name)[i].as_py()) for name in self.kind.key)
-        return DataError(explain(f"{self.path}, {column} of ({key})", value, expected, "write the file again"))
+        return DataError(f"{self.path}, {column} of ({key})", value, expected, "write the file again")
 
 
 def _same_type(a: Any, b: Any) -> bool:

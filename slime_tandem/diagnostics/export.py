@@ -32,7 +32,7 @@ from slime_tandem.distill.teachability import (
     raw_scores,
     token_scores,
 )
-from slime_tandem.errors import ConfigError, DataError, TeacherScoreError, explain
+from slime_tandem.errors import ConfigError, DataError, TeacherScoreError
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
 from slime_tandem.team.score_file import read_responses
@@ -89,14 +89,12 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
     """
     for field, value in (("--sequences", plan.sequences), ("--positions", plan.per_sequence), ("--top-k", plan.top_k)):
         if value < 1:
-            raise ConfigError(explain(field, value, "at least 1", "raise it"))
+            raise ConfigError(field, value, "at least 1", "raise it")
     if output.suffix != ".parquet":
-        raise ConfigError(explain("--output", str(output), "a name that ends in .parquet", "rename it"))
+        raise ConfigError("--output", str(output), "a name that ends in .parquet", "rename it")
     if plan.compatibility == "prefix":
         remedy = "choose mass, overlap or bhattacharyya"
-        raise ConfigError(
-            explain("--compatibility", "prefix", "one that needs no neighbours: tokens may be masked", remedy)
-        )
+        raise ConfigError("--compatibility", "prefix", "one that needs no neighbours: tokens may be masked", remedy)
     config = _for_bank(config)
     tasks = None if plan.responses else TaskSet(config.tasks, config.seed)
     with Team(config, config.run_dir / "logs") as team:
@@ -145,7 +143,7 @@ def _for_bank(config: RunConfig) -> RunConfig:
     """The student alone and one teacher."""
     if len(config.opd.teachers) > 1:
         names = [t.name for t in config.opd.teachers]
-        raise ConfigError(explain("opd.teachers", names, "one teacher for a bank", "make a bank for each of them"))
+        raise ConfigError("opd.teachers", names, "one teacher for a bank", "make a bank for each of them")
     return RunConfig.from_mapping(
         {
             **config.model_dump(),
@@ -162,18 +160,14 @@ def _rule(team: Team, teacher: Teacher, plan: BankPlan) -> MissingMass:
         told = team.runner.run(team.clients[role].model_info()).get("vocab_size")
         limit = told if isinstance(told, int) else size
         if plan.top_k > limit:
-            raise ConfigError(
-                explain("--top-k", plan.top_k, f"at most {limit}, what the {role}'s server can list", "lower it")
-            )
+            raise ConfigError("--top-k", plan.top_k, f"at most {limit}, what the {role}'s server can list", "lower it")
     same = vocabulary_of(teacher.aligner.student) == vocabulary_of(teacher.aligner.teacher)
     if plan.missing_mass == "exact" and not same:
         raise ConfigError(
-            explain(
-                "--missing-mass",
-                "exact",
-                "rest or fill with a teacher of another vocabulary, where the same bytes are not the same event",
-                "choose rest",
-            )
+            "--missing-mass",
+            "exact",
+            "rest or fill with a teacher of another vocabulary, where the same bytes are not the same event",
+            "choose rest",
         )
     return plan.missing_mass or ("exact" if same else "rest")
 
@@ -197,10 +191,10 @@ def _responses(
     names = [name for name, _ in found]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise DataError(explain("id", twice, "a name of its own for every response", "correct the `id`s in the file"))
+        raise DataError("id", twice, "a name of its own for every response", "correct the `id`s in the file")
     found = [(name, s) for name, s in found if s.response_ids]
     if not found:
-        raise DataError(explain("responses", "no tokens", "at least one response that is not empty", "see the source"))
+        raise DataError("responses", "no tokens", "at least one response that is not empty", "see the source")
     return found
 
 
@@ -223,7 +217,7 @@ async def _score_all(
             out.append((_one(teacher, *named[i], answer), answer))
     if not out:
         first = next(e for e in (*tops, *answers) if isinstance(e, TeacherScoreError))
-        raise TeacherScoreError(f"none of {len(named)} responses could be scored; the first: {first}")
+        raise first.within(f"none of {len(named)} responses could be scored; the first")
     return out, len(named) - len(out)
 
 
@@ -250,9 +244,7 @@ def _rows(scored: Sequence[_Scored], rule: MissingMass, plan: BankPlan) -> tuple
     lists = TopLists.concatenate([s.lists for s in scored])
     valid: BoolArray = np.ones(len(lists), np.bool_)
     if not len(lists):
-        raise DataError(
-            explain("responses", "no aligned token", "at least one that the teacher can score", "align them")
-        )
+        raise DataError("responses", "no aligned token", "at least one that the teacher can score", "align them")
     raw = raw_scores(lists, rule, plan.compatibility)
     scores = token_scores(raw, valid, plan.normalisation)
     sequence = np.repeat(np.arange(len(scored)), [len(s.at) for s in scored])

@@ -27,7 +27,7 @@ from statsmodels.regression.linear_model import WLS
 
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, QUADRANTS, Bank, Metadata, lengths_of
 from slime_tandem.diagnostics.output import Report, Row, plain
-from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.report.dots import Scatter
 from slime_tandem.report.statistics import Estimate, interval, resampled_means
 from slime_tandem.types import BoolArray, FloatArray, IntArray
@@ -113,52 +113,42 @@ def load_contexts(
         for label, entry in facts["models"].items():
             if models.setdefault(label, entry) != entry:
                 raise DataError(
-                    explain(f"{path}, label {label}", entry, f"the same models as before: {models[label]}", "rename")
+                    f"{path}, label {label}", entry, f"the same models as before: {models[label]}", "rename"
                 )
             covered.setdefault(label, set()).update(facts["banks"])
         if facts["comparison"] != meta["comparison"]:
             remedy = "evaluate this bank"
-            raise DataError(
-                explain(f"{path}, comparison", facts["comparison"], f"{meta['comparison']}, the bank's", remedy)
-            )
+            raise DataError(f"{path}, comparison", facts["comparison"], f"{meta['comparison']}, the bank's", remedy)
     for label in (before, after):
         if label not in models:
-            raise DataError(
-                explain("label", label, f"one of {', '.join(sorted(models))}", "choose one, or evaluate it")
-            )
+            raise DataError("label", label, f"one of {', '.join(sorted(models))}", "choose one, or evaluate it")
         if covered[label] != set(meta["banks"]):
             raise DataError(
-                explain(
-                    f"contexts of label {label}",
-                    sorted(covered[label]),
-                    f"those of {bank}: {meta['banks']}",
-                    "evaluate this bank",
-                )
+                f"contexts of label {label}",
+                sorted(covered[label]),
+                f"those of {bank}: {meta['banks']}",
+                "evaluate this bank",
             )
     teachers = {models[label]["teacher"]["weights"] for label in (before, after)}
     if len(teachers) > 1:
         remedy = "evaluate both with one teacher"
-        raise DataError(
-            explain("teacher", {x: models[x]["teacher"] for x in (before, after)}, "the same weights", remedy)
-        )
+        raise DataError("teacher", {x: models[x]["teacher"] for x in (before, after)}, "the same weights", remedy)
     every = pd.concat(frames)
     key = ["sample", "position"]
     for label, column in ((before, "kl_before"), (after, "kl_after")):
         mine = every[every.label == label].drop(columns="label").rename(columns={"kl": column})
         if mine.duplicated(key).any():
             first = tuple(mine[mine.duplicated(key)].iloc[0][key])
-            raise DataError(explain(f"({', '.join(key)}) of {label}", first, "each key once", "leave a file out"))
+            raise DataError(f"({', '.join(key)}) of {label}", first, "each key once", "leave a file out")
         scalars = scalars.merge(mine, on=key, how="left", validate="one_to_one")
         missing = scalars[scalars[column].isna()]
         if len(missing):
             first = tuple(missing.iloc[0][key])
             raise DataError(
-                explain(
-                    f"label {label}",
-                    f"no evaluation of {len(missing)} contexts",
-                    "all of the bank's",
-                    f"the first is {first}",
-                )
+                f"label {label}",
+                f"no evaluation of {len(missing)} contexts",
+                "all of the bank's",
+                f"the first is {first}",
             )
     length = lengths_of(table, "response_ids")
     clipped = {name: np.clip(scalars[f"{name}_line"].to_numpy(), 0.0, 1.0) for name in ("H", "D", "C")}
@@ -203,7 +193,7 @@ class Resampler:
     def __post_init__(self) -> None:
         for flag, value, least in (("--resamples", self.resamples, 1), ("--seed", self.seed, 0)):
             if value < least:
-                raise ConfigError(explain(flag, value, f"at least {least}", "raise it"))
+                raise ConfigError(flag, value, f"at least {least}", "raise it")
 
     def means(self, columns: Sequence[FloatArray]) -> FloatArray:
         """Means over responses [1 + B, M] of M columns' [N] sums within each: of the data, then of each resample."""
@@ -316,7 +306,7 @@ def match(features: FloatArray, treated: BoolArray, control: BoolArray, caliper:
     Raises DataError unless the caliper is a number of at least 0.
     """
     if not caliper >= 0:
-        raise DataError(explain("caliper", caliper, "a number of standard deviations, at least 0", "e.g. 0.25"))
+        raise DataError("caliper", caliper, "a number of standard deviations, at least 0", "e.g. 0.25")
     a, b = np.flatnonzero(treated), np.flatnonzero(control)
     if not len(a) or not len(b):
         return Matches(a[:0], b[:0], len(a))
@@ -364,7 +354,7 @@ def analyze(c: Contexts, setup: Metadata, *, resamples: int, seed: int, floor: f
     Raises DataError unless `floor` (nats, the least KL before of a relative gain) is above 0, and as `match` for the caliper.
     """
     if not floor > 0:
-        raise DataError(explain("min_kl", floor, "nats above 0, which a relative gain is divided by", "e.g. 1e-3"))
+        raise DataError("min_kl", floor, "nats above 0, which a relative gain is divided by", "e.g. 1e-3")
     rows: list[Row] = []
     notes = [*setup["notes"], _NESTED]
     references: dict[str, float] = {}

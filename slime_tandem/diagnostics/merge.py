@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, Bank, Format, Metadata, OneResponse, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 
 _MUST_AGREE: dict[str, tuple[str, ...]] = {
     BANK.name: ("k", "missing_mass", "compatibility", "normalisation", "comparison"),
@@ -43,15 +43,13 @@ def merge(sources: Sequence[Path], output: Path) -> Report:
                     for key in zip(*(table.column(name).to_pylist() for name in kind.key), strict=True):
                         if key in seen:
                             where = f"{path}, ({', '.join(kind.key)})"
-                            raise DataError(
-                                explain(where, key, f"a key that {seen[key]} does not hold", "leave one out")
-                            )
+                            raise DataError(where, key, f"a key that {seen[key]} does not hold", "leave one out")
                         seen[key] = path
                     sink.write(table)
                     n += len(table)
             rows.append(Row("rows from", path.name, plain(float(n)), "rows"))
         if not seen:
-            raise DataError(explain("FILES", [str(p) for p in sources], "at least one row", "export or evaluate again"))
+            raise DataError("FILES", [str(p) for p in sources], "at least one row", "export or evaluate again")
     rows.append(Row("rows from", "all", plain(float(len(seen))), "rows"))
     report = Report(f"Merged {kind.name}: {output.name}", {"files": len(sources), **together}, rows)
     write_report(report, output.with_suffix(""))
@@ -73,11 +71,11 @@ def _together(sources: Sequence[Path], metas: Sequence[Metadata], kind: Format) 
         for name in _MUST_AGREE[kind.name]:
             if meta[name] != first[name]:
                 remedy = "merge files that were made alike"
-                raise DataError(explain(f"{path}, {name}", meta[name], f"{first[name]!r}, as in {sources[0]}", remedy))
+                raise DataError(f"{path}, {name}", meta[name], f"{first[name]!r}, as in {sources[0]}", remedy)
         for role in ("student", "teacher") if kind is BANK else ():
             if meta[role]["vocabulary"] != first[role]["vocabulary"]:
                 remedy = "merge banks of the same tokenizers"
-                raise DataError(explain(f"{path}, vocabulary of the {role}", meta[role], str(first[role]), remedy))
+                raise DataError(f"{path}, vocabulary of the {role}", meta[role], str(first[role]), remedy)
     out: Metadata = {name: first[name] for name in kind.metadata}
     out["banks"] = sorted({bank for meta in metas for bank in meta["banks"]})
     if kind is EVALUATION:
@@ -86,7 +84,5 @@ def _together(sources: Sequence[Path], metas: Sequence[Metadata], kind: Format) 
             for label, models in meta["models"].items():
                 if out["models"].setdefault(label, models) != models:
                     known = out["models"][label]
-                    raise DataError(
-                        explain(f"{path}, label {label}", models, f"{known}, as before", "give it another label")
-                    )
+                    raise DataError(f"{path}, label {label}", models, f"{known}, as before", "give it another label")
     return out

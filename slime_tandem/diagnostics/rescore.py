@@ -34,7 +34,7 @@ from slime_tandem.diagnostics.bank import (
     writing,
 )
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
-from slime_tandem.errors import DataError, ModelError, explain
+from slime_tandem.errors import DataError, ModelError
 from slime_tandem.files import whole_file
 from slime_tandem.models.hf import load_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -181,9 +181,7 @@ def evaluate_bank(job: EvaluationJob, say: Callable[[str], None]) -> Report:
                 shutil.rmtree(parts)
         except Timeout:
             remedy = "wait for it, or choose another --output"
-            raise DataError(
-                explain("--output", str(job.output), "a file that no other process writes", remedy)
-            ) from None
+            raise DataError("--output", str(job.output), "a file that no other process writes", remedy) from None
     with Bank(job.output, EVALUATION) as done:
         report = _describe(done.read(), job, facts)
     write_report(report, job.output.with_suffix(""))
@@ -197,12 +195,10 @@ def _check_models(job: EvaluationJob, meta: Metadata) -> Comparison:
             across = meta["comparison"] == "next_byte"
             kind = "two vocabularies (next_byte)" if across else "one vocabulary (tokens)"
             raise DataError(
-                explain(
-                    f"--{role}",
-                    str(folder),
-                    f"a model with the tokenizer and ends of turn of {meta[role]['model']}: this bank compares {kind}",
-                    "export a bank with these two models, it then holds the contexts in their ids",
-                )
+                f"--{role}",
+                str(folder),
+                f"a model with the tokenizer and ends of turn of {meta[role]['model']}: this bank compares {kind}",
+                "export a bank with these two models, it then holds the contexts in their ids",
             )
     comparison: Comparison = meta["comparison"]
     return comparison
@@ -212,7 +208,7 @@ def _same_output(output: Path, facts: Metadata) -> None:
     with Bank(output, EVALUATION) as old:
         if any(old.metadata[name] != facts[name] for name in facts):
             remedy = "choose another --output, or delete it"
-            raise DataError(explain("--output", str(output), "no file, or one of this very job", remedy))
+            raise DataError("--output", str(output), "no file, or one of this very job", remedy)
 
 
 def _claim(parts: Path, identity: Metadata) -> None:
@@ -222,7 +218,7 @@ def _claim(parts: Path, identity: Metadata) -> None:
     if file.exists():
         if file.read_text(encoding="utf-8") != text:
             remedy = f"choose another --output, or delete {parts}"
-            raise DataError(explain(str(file), "another job", "the parts of the same bank, models and options", remedy))
+            raise DataError(str(file), "another job", "the parts of the same bank, models and options", remedy)
         return
     with whole_file(file) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
@@ -235,14 +231,12 @@ def _load(folder: Path, job: EvaluationJob, comparison: Comparison) -> Reader:
     size = len(tokens.table)
     if width < size:
         # Ids that the tokenizer names and the model has no row for can never be written.
-        raise ModelError(
-            explain("model", str(folder), f"at least {size} logits, has {width}", "take its own tokenizer")
-        )
+        raise ModelError("model", str(folder), f"at least {size} logits, has {width}", "take its own tokenizer")
     try:
         model = model.to(job.device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         why = " ".join(str(error).split())[:200]
-        raise ModelError(explain("--device", job.device, f"a device that torch has ({why})", "choose cpu")) from None
+        raise ModelError("--device", job.device, f"a device that torch has ({why})", "choose cpu") from None
     return Reader(model, size, first_outcomes(tokens) if comparison == "next_byte" else None, job.device)
 
 
@@ -322,12 +316,10 @@ def _check_finite(values: dict[str, torch.Tensor], group: Sequence[dict[str, Any
         if len(bad):
             row = group[int(bad[0])]
             raise DataError(
-                explain(
-                    f"{name} at ({row['sample']}, {row['position']})",
-                    float(numbers[int(bad[0])]),
-                    "a finite number: one model gives no probability at all to what the other might write, or fails",
-                    f"check {job.student} and {job.teacher}, or try --dtype float32",
-                )
+                f"{name} at ({row['sample']}, {row['position']})",
+                float(numbers[int(bad[0])]),
+                "a finite number: one model gives no probability at all to what the other might write, or fails",
+                f"check {job.student} and {job.teacher}, or try --dtype float32",
             )
 
 
@@ -372,7 +364,7 @@ def _distributions(batch: Sequence[list[dict[str, Any]]], side: str, reader: Rea
     ]  # fmt: skip
     empty = next((group[0]["sample"] for group, lengths in zip(batch, at, strict=True) if min(lengths) < 1), None)
     if empty is not None:
-        raise DataError(explain(f"context of {empty}", "no ids", "a prompt of at least one token", "export it again"))
+        raise DataError(f"context of {empty}", "no ids", "a prompt of at least one token", "export it again")
     return reader.read(sequences, at)
 
 

@@ -24,7 +24,7 @@ from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.diagnostics.topn import bank_scores
 from slime_tandem.distill.selection import TokenKeys, overlap, select
 from slime_tandem.distill.teachability import Compatibility, MissingMass, Normalisation, TopLists, normalise, raw_scores
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 from slime_tandem.types import BoolArray, FloatArray
 
 
@@ -100,10 +100,10 @@ def check_support(
     K = lists.student_ids.shape[1]
     for k in ks:
         if not 1 <= k <= K:
-            raise ConfigError(explain("--k", k, f"1 to {K}, the bank's K", "export a bank with a larger --top-k"))
+            raise ConfigError("--k", k, f"1 to {K}, the bank's K", "export a bank with a larger --top-k")
     for p in ps:
         if not 0.0 < p < 1.0:
-            raise ConfigError(explain("--p", p, "a number between 0 and 1", "0.5 to 0.99 are usual"))
+            raise ConfigError("--p", p, "a number between 0 and 1", "0.5 to 0.99 are usual")
     rule: MissingMass = meta["missing_mass"]
     mode: Normalisation = meta["normalisation"]
     definitions, notes = compatibilities(lists, rule, [k for k in ks if k != K], ps)

@@ -17,7 +17,7 @@ from slime_tandem.diagnostics.gain import MATCHED_ON, Contexts, Resampler, gains
 from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.distill.selection import TokenKeys, overlap, resolve_selector, select
 from slime_tandem.distill.teachability import Normalised, TokenScores
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 from slime_tandem.types import BoolArray, IntArray
 
 
@@ -45,9 +45,7 @@ def top_n(
     Raises ConfigError for an N outside the bank and DataError for an unknown selector.
     """
     if not 1 <= n < len(c):
-        raise ConfigError(
-            explain("--top-n", n, f"1 to {len(c) - 1}: some contexts must remain to compare with", "change it")
-        )
+        raise ConfigError("--top-n", n, f"1 to {len(c) - 1}: some contexts must remain to compare with", "change it")
     y = gains(c.kl_before, c.kl_after, "absolute")
     boot = Resampler(c.sequence, resamples, seed)
     everywhere = np.ones(len(c), np.bool_)

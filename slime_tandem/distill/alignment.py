@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from slime_tandem.config import AlignmentPolicy, Thinking
 from slime_tandem.distill.special_tokens import SpecialMap, map_special_tokens
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.tokens.reading import INVALID_UTF8, NORMALISED, ReadText, read_text, readable_text
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray
@@ -155,7 +155,7 @@ class Alignment:
                 values[inside] = total[spans] / np.bincount(spans, minlength=n)[spans]
             else:
                 if student_log_probs is None:
-                    raise DataError(explain("student_log_probs", None, f"one per token for {policy}", "pass them"))
+                    raise DataError("student_log_probs", None, f"one per token for {policy}", "pass them")
                 ls = as_floats(student_log_probs)
                 _check_length("student_log_probs", ls, self.span)
                 own = _sums(self.span, ls, n)
@@ -190,9 +190,7 @@ def count_reasons(reason: npt.NDArray[np.integer]) -> dict[str, int]:
 
 def _check_length(name: str, values: FloatArray, like: IntArray) -> None:
     if len(values) != len(like):
-        raise DataError(
-            explain(name, f"{len(values)} values", f"one for each of the {len(like)} tokens", "pass them all")
-        )
+        raise DataError(name, f"{len(values)} values", f"one for each of the {len(like)} tokens", "pass them all")
 
 
 def _sums(groups: IntArray, values: FloatArray, n: int) -> FloatArray:

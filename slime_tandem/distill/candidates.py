@@ -16,7 +16,7 @@ import numpy as np
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner, Alignment
-from slime_tandem.errors import TeacherScoreError, explain
+from slime_tandem.errors import TeacherScoreError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
@@ -94,9 +94,7 @@ def top_of(result: GenerateResult, n: int, role: str) -> list[dict[int, float]]:
 def _exactly(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -> list[tuple[int, TopLogProbs | None]]:
     if len(lists) < n:
         raise TeacherScoreError(
-            explain(
-                f"{role} answer {rid}", f"{len(lists)} lists", f"one for each of {n} tokens", f"see the {role}'s log"
-            )
+            f"{role} answer {rid}", f"{len(lists)} lists", f"one for each of {n} tokens", f"see the {role}'s log"
         )
     return list(enumerate(lists))
 
@@ -106,22 +104,18 @@ def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> d
     for value, token in entry or ():
         if value is None or not math.isfinite(value) or value > 1e-4:
             raise TeacherScoreError(
-                explain(
-                    f"{role} answer {rid}, response position {position}, candidate {token}",
-                    value,
-                    "a finite log-probability of at most 0",
-                    f"the {role}'s server is faulty or gives the token no probability at all",
-                )
+                f"{role} answer {rid}, response position {position}, candidate {token}",
+                value,
+                "a finite log-probability of at most 0",
+                f"the {role}'s server is faulty or gives the token no probability at all",
             )
         out[int(token)] = min(float(value), 0.0)
     if not out:
         raise TeacherScoreError(
-            explain(
-                f"{role} answer {rid}, response position {position}",
-                entry,
-                "a list of candidates",
-                f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
-            )
+            f"{role} answer {rid}, response position {position}",
+            entry,
+            "a list of candidates",
+            f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
         )
     return out
 
@@ -201,12 +195,10 @@ def _answers(result: GenerateResult, wanted: Sequence[frozenset[int]], start: in
         told = {token: value for value, token in entry or ()}  # of every id of the window: most are other positions'
         if missing := wanted[at] - told.keys():
             raise TeacherScoreError(
-                explain(
-                    f"{role} answer {result.rid}, response position {start + at}",
-                    f"no log-prob of id {min(missing)}",
-                    "one for every id that was asked for",
-                    f"see the {role}'s log",
-                )
+                f"{role} answer {result.rid}, response position {start + at}",
+                f"no log-prob of id {min(missing)}",
+                "one for every id that was asked for",
+                f"see the {role}'s log",
             )
         mine = tuple((told[i], i) for i in wanted[at])
         out.append(_checked(mine, result.rid, start + at, role) if mine else {})
@@ -218,12 +210,10 @@ def require_whole(lists: Sequence[LogProbsById], k: int, role: str) -> None:
     for position, entries in enumerate(lists):
         if len(entries) < k:
             raise TeacherScoreError(
-                explain(
-                    f"{role} answer, response position {position}",
-                    f"{len(entries)} candidates",
-                    f"the {k} that were asked for",
-                    f"lower opd.selection.top_k, or raise the limit of the {role}'s server",
-                )
+                f"{role} answer, response position {position}",
+                f"{len(entries)} candidates",
+                f"the {k} that were asked for",
+                f"lower opd.selection.top_k, or raise the limit of the {role}'s server",
             )
 
 

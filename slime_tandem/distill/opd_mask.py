@@ -14,7 +14,7 @@ import numpy as np
 from slime_tandem.config import SelectionConfig, Selector
 from slime_tandem.distill.selection import COMPARED, SELECTION_METRICS, TokenKeys, overlap, select, selection_metrics
 from slime_tandem.distill.teachability import raw_scores, token_scores
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.types import BoolArray, SampleKey, TopLists
 
 OPD_MASK_METRICS = (
@@ -53,7 +53,7 @@ def opd_mask(
     if settings.mask == "full":
         return _result(lengths, able, out | selection_metrics(able, able, tokens, None) | _counts(able, 0))
     if len({(k.seed, k.rollout_id) for k in keys}) > 1:
-        raise DataError(explain("opd_mask", "several rollouts", "the responses of one", "choose per rollout"))
+        raise DataError("opd_mask", "several rollouts", "the responses of one", "choose per rollout")
     if not able.any():
         return _result(lengths, able, out | _counts(able, 0))
     scored = _joined(lists, usable, settings)
@@ -99,7 +99,7 @@ def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], setti
         if mine is None:
             if able.any():
                 expected = f"lists of every response, which selector {settings.selector!r} scores tokens by"
-                raise DataError(explain("AlignedScores.lists", None, expected, "score with Scoring(lists=...)"))
+                raise DataError("AlignedScores.lists", None, expected, "score with Scoring(lists=...)")
             ids, values = np.full((len(able), k), -1, dtype=np.int64), np.zeros((len(able), k))
             mine = TopLists(ids, values, ids, values, *((values, values) if cross else ()))
         parts.append(mine)

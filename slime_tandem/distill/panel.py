@@ -28,7 +28,7 @@ from slime_tandem.distill.candidates import (
     require_whole,
     top_of,
 )
-from slime_tandem.errors import DataError, ModelError, TeacherScoreError, explain
+from slime_tandem.errors import DataError, ModelError, TeacherScoreError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.types import AlignedScores, FloatArray, Message, Prompt, TandemSample
 
@@ -109,7 +109,7 @@ class Teacher:
         """
         if scoring.of_student and student_top is None:
             expected = f"lists for support {scoring.support!r} or a selection"
-            raise DataError(explain("student_top", None, expected, "ask the student"))
+            raise DataError("student_top", None, expected, "ask the student")
         plans = [self._plan(sample, scoring) for sample in samples]
         out: dict[int, AlignedScores | TeacherScoreError] = {
             i: error for i, plan in enumerate(plans) if (error := self._too_long(plan.request)) is not None
@@ -190,13 +190,11 @@ class Teacher:
         if self.max_tokens is None or n <= self.max_tokens:
             return None
         return TeacherScoreError(
-            explain(
-                f"{self.name} request {request.rid}",
-                f"{n} tokens",
-                f"at most {self.max_tokens}, the teacher's context or its server's cache",
-                "lower sampling.max_new_tokens, shorten the prompts, raise engine.cache_tokens, or take a teacher with a "
-                "longer context",
-            )
+            f"{self.name} request {request.rid}",
+            f"{n} tokens",
+            f"at most {self.max_tokens}, the teacher's context or its server's cache",
+            "lower sampling.max_new_tokens, shorten the prompts, raise engine.cache_tokens, or take a teacher with a "
+            "longer context",
         )
 
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
@@ -272,12 +270,10 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
     values, ids = result.input_log_probs[-n:], result.input_ids[-n:]
     if len(values) < n or not same_ids(ids, response):
         raise TeacherScoreError(
-            explain(
-                f"{role} answer {result.rid}",
-                f"{len(result.input_log_probs)} input log-probs",
-                f"one for each of the {n} response tokens, with the ids that were sent",
-                f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
-            )
+            f"{role} answer {result.rid}",
+            f"{len(result.input_log_probs)} input log-probs",
+            f"one for each of the {n} response tokens, with the ids that were sent",
+            f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
         )
     try:
         out = as_floats(values)  # type: ignore[arg-type]  # a None is told below
@@ -286,12 +282,10 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
     bad = np.flatnonzero(~(np.isfinite(out) & (out <= 1e-4)))
     if len(bad):
         raise TeacherScoreError(
-            explain(
-                f"{role} answer {result.rid}, response position {bad[0]}",
-                values[bad[0]],
-                "a finite log-probability of at most 0",
-                f"the {role}'s server is faulty or gives the token no probability at all",
-            )
+            f"{role} answer {result.rid}, response position {bad[0]}",
+            values[bad[0]],
+            "a finite log-probability of at most 0",
+            f"the {role}'s server is faulty or gives the token no probability at all",
         )
     return np.minimum(out, 0.0)
 
@@ -334,7 +328,7 @@ class TeacherPanel:
     def __init__(self, teachers: Sequence[Teacher], scoring: Scoring = Scoring()) -> None:
         names = [t.name for t in teachers]
         if not teachers or len(set(names)) < len(names):
-            raise DataError(explain("teachers", names, "at least one, each with a name of its own", "rename them"))
+            raise DataError("teachers", names, "at least one, each with a name of its own", "rename them")
         self.teachers, self.scoring = tuple(teachers), scoring
 
     def route(self, prompt: Prompt) -> list[Teacher]:
@@ -345,12 +339,10 @@ class TeacherPanel:
             names = [t.name for t in self.teachers]
             if not wanted or any(name not in names for name in wanted):
                 raise DataError(
-                    explain(
-                        f"metadata.{TEACHER_KEY} of prompt {prompt.prompt_id}",
-                        chosen,
-                        f"names among {', '.join(names)}",
-                        "correct the prompt's metadata, or add the teacher to opd.teachers",
-                    )
+                    f"metadata.{TEACHER_KEY} of prompt {prompt.prompt_id}",
+                    chosen,
+                    f"names among {', '.join(names)}",
+                    "correct the prompt's metadata, or add the teacher to opd.teachers",
                 )
             return [t for t in self.teachers if t.name in wanted]
         task = prompt.task
@@ -358,12 +350,10 @@ class TeacherPanel:
         found = for_task or [t for t in self.teachers if t.tasks is None]
         if not found:
             raise DataError(
-                explain(
-                    "opd.teachers",
-                    [t.name for t in self.teachers],
-                    f"one for task {task!r}",
-                    "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
-                )
+                "opd.teachers",
+                [t.name for t in self.teachers],
+                f"one for task {task!r}",
+                "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
             )
         return found
 
@@ -378,7 +368,7 @@ class TeacherPanel:
         tops: list[list[dict[int, float]] | TeacherScoreError] | None = None
         if scoring.of_student:
             if senior is None:
-                raise DataError(explain("senior", None, "its engine, for its candidates", "pass it"))
+                raise DataError("senior", None, "its engine, for its candidates", "pass it")
             tops = await student_candidates(senior, samples, scoring.of_student)
         out: dict[int, AlignedScores | TeacherScoreError] = {
             i: top for i, top in enumerate(tops or ()) if isinstance(top, TeacherScoreError)
@@ -424,12 +414,10 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
         return views[0][1]
     if any(score.candidates is not None or score.lists is not None for _, score in views):
         raise DataError(
-            explain(
-                "opd.signal or opd.selection",
-                "lists of likely tokens",
-                "one teacher per sample",
-                "route each task to one teacher, or set opd.signal=sampled and opd.selection.selector=pure_opd",
-            )
+            "opd.signal or opd.selection",
+            "lists of likely tokens",
+            "one teacher per sample",
+            "route each task to one teacher, or set opd.signal=sampled and opd.selection.selector=pure_opd",
         )
     weights = np.array([w for w, _ in views])[:, None]
     weights = weights / weights.max()
@@ -457,21 +445,17 @@ def check_teacher(teacher: Teacher) -> None:
     spelt = a.teacher.join(probe)
     if spelt != _PROBE.encode():
         raise ModelError(
-            explain(
-                f"tokenizer of {teacher.name}",
-                repr(spelt.decode("utf-8", "replace")),
-                f"ids that spell {_PROBE!r}",
-                "this tokenizer changes text; take a teacher with another one",
-            )
+            f"tokenizer of {teacher.name}",
+            repr(spelt.decode("utf-8", "replace")),
+            f"ids that spell {_PROBE!r}",
+            "this tokenizer changes text; take a teacher with another one",
         )
     if a.thinking == "drop" and not (a.student.roles.keys() & {"think_start", "think_end"}):
         raise ModelError(
-            explain(
-                f"thinking of {teacher.name}",
-                "drop",
-                "a student that writes its thinking between tokens of their own (<think>, [THINK])",
-                "set keep: what this student thinks cannot be told from its answer",
-            )
+            f"thinking of {teacher.name}",
+            "drop",
+            "a student that writes its thinking between tokens of their own (<think>, [THINK])",
+            "set keep: what this student thinks cannot be told from its answer",
         )
     for row in a.special.rows:
         kept_from = a.thinking == "drop" and any(role.startswith("think") for role in row.roles)
@@ -479,18 +463,14 @@ def check_teacher(teacher: Teacher) -> None:
             continue
         text = a.write([row.student_id], teacher.encode)
         if text.ids != (row.teacher_id,) or a.align(text).teacher_index.tolist() != [0]:
-            raise ModelError(
-                explain(f"special token of {teacher.name}", str(row), "a pair", "see docs/distillation.md")
-            )
+            raise ModelError(f"special token of {teacher.name}", str(row), "a pair", "see docs/distillation.md")
     lost = sorted(i for i in a.student.eos_ids if i not in a.special.ids and a.student.of(i) is None)
     if lost and not a.same_vocabulary:
         raise ModelError(
-            explain(
-                f"ends of turn for {teacher.name}",
-                lost,
-                "a counterpart for each",
-                "set eos_token_id in generation_config.json",
-            )
+            f"ends of turn for {teacher.name}",
+            lost,
+            "a counterpart for each",
+            "set eos_token_id in generation_config.json",
         )
 
 

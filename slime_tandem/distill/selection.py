@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slime_tandem.config import SELECTOR_ALIASES, Budget, Selector
 from slime_tandem.distill.teachability import TokenScores
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.types import BoolArray, FloatArray
 
 __all__ = [
@@ -86,7 +86,7 @@ def resolve_selector(name: str) -> Selector:
         return name  # type: ignore[return-value]
     if name in ALIASES:
         return ALIASES[name]
-    raise DataError(explain("selector", name, f"one of {', '.join([*known, *ALIASES])}", "choose one of these"))
+    raise DataError("selector", name, f"one of {', '.join([*known, *ALIASES])}", "choose one of these")
 
 
 def select(
@@ -110,7 +110,7 @@ def select(
     rollout. Raises DataError for a ratio outside (0, 1].
     """
     if not 0.0 < ratio <= 1.0:
-        raise DataError(explain("ratio", ratio, "a number above 0 and at most 1", "0.05 to 0.2 are usual"))
+        raise DataError("ratio", ratio, "a number above 0 and at most 1", "0.05 to 0.2 are usual")
     valid = scores.valid
     if selector == "full" or ratio == 1.0 or not valid.any():
         return valid.copy()

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_tandem.config import Compatibility, MissingMass, Normalisation
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.types import BoolArray, FloatArray, TopLists
 
 __all__ = [
@@ -79,9 +79,9 @@ def raw_scores(
     Raises DataError for `exact` without cross-scores and `prefix` without sequences.
     """
     if rule == "exact" and lists.teacher_on_student is None:
-        raise DataError(explain("rule", rule, "cross-scores in TopLists", "ask the servers for them, or choose rest"))
+        raise DataError("rule", rule, "cross-scores in TopLists", "ask the servers for them, or choose rest")
     if compatibility == "prefix" and sequence is None:
-        raise DataError(explain("compatibility", compatibility, "`sequence`, the response of each position", "pass it"))
+        raise DataError("compatibility", compatibility, "`sequence`, the response of each position", "pass it")
     N = len(lists)
     out = np.zeros((5, N))
     for start in range(0, N, _CHUNK):
@@ -235,7 +235,7 @@ def normalise(
     used = values[valid]
     if not np.isfinite(used).all():
         i = int(np.flatnonzero(valid)[np.flatnonzero(~np.isfinite(used))[0]])
-        raise DataError(explain(f"score[{i}]", float(values[i]), "a finite number", "see the engine's log-probs"))
+        raise DataError(f"score[{i}]", float(values[i]), "a finite number", "see the engine's log-probs")
     lo, hi = 0.0, 1.0
     if len(used) and mode == "batch_minmax":
         lo, hi = float(used.min()), float(used.max())

@@ -56,8 +56,7 @@ def attempt(name: str, probe: Callable[[], Finding]) -> Finding:
     try:
         return probe()
     except TandemError as error:
-        what, _, remedy = str(error).partition("Remedy: ")
-        return Finding(name, "fail", what.strip(), remedy)
+        return Finding(name, "fail", error.what, f"{error.remedy}.")
 
 
 def group_sums(config: RunConfig) -> Finding:

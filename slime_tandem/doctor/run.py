@@ -18,7 +18,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.distill.panel import describe_special
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, attempt
-from slime_tandem.errors import TandemError, explain_os_error
+from slime_tandem.errors import TandemError
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.protocol import GenerateRequest
 from slime_tandem.tasks.families import TaskSet
@@ -63,11 +63,9 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         with team:
             _Bedside(config, team, tasks, policy, add, prompts, length_updates).examine()
     except (TandemError, OSError) as error:
-        told = str(error)
         if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
-            told = explain_os_error(error.filename or config.run_dir, error)
-        what, _, remedy = told.partition("Remedy: ")
-        add(Finding("models and servers", "fail", what.strip(), remedy))
+            error = TandemError.of_os_error(error.filename or config.run_dir, error)
+        add(Finding("models and servers", "fail", error.what, f"{error.remedy}."))
     return findings
 
 
@@ -168,12 +166,14 @@ class _Bedside:
 
     def _teachers(self, scored: Sequence[ScoredSample]) -> list[Finding]:
         out = []
-        failed = [s.teacher_error for s in scored if s.teacher is None]
+        failed = [s.teacher_error for s in scored if s.teacher_error is not None]
         coverage = float(np.mean([s.teacher.coverage for s in scored if s.teacher is not None] or [0.0]))
         detail = f"{coverage:.0%} of the tokens of a response carry a teacher's log-prob"
         if failed:
-            what, _, remedy = str(failed[0]).partition("Remedy: ")
-            out.append(Finding("teacher scores", "fail", f"{len(failed)} samples failed: {what.strip()}", remedy))
+            first = failed[0]
+            out.append(
+                Finding("teacher scores", "fail", f"{len(failed)} samples failed: {first.what}", f"{first.remedy}.")
+            )
         elif coverage < 0.5:
             remedy = "slime-tandem align shows what is masked and why; a teacher of a nearer vocabulary covers more"
             out.append(Finding("teacher scores", "warn", detail, remedy))
@@ -187,8 +187,8 @@ class _Bedside:
                 told = "; ".join(map(str, lost))
                 out.append(Finding(name, "warn", f"no counterpart: {told}", "these are masked where they are sampled"))
             else:
-                first = describe_special(teacher.aligner, teacher.name).splitlines()[1:2]
-                out.append(Finding(name, "pass", first[0].strip() if first else "the same vocabulary"))
+                line = describe_special(teacher.aligner, teacher.name).splitlines()[1:2]
+                out.append(Finding(name, "pass", line[0].strip() if line else "the same vocabulary"))
         return out
 
     def _length(self) -> Finding:

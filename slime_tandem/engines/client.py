@@ -29,7 +29,6 @@ from slime_tandem.errors import (
     EngineRejectedError,
     EngineUnavailableError,
     WeightVersionError,
-    explain,
 )
 from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
 
@@ -181,12 +180,10 @@ class EngineClient:
         while not await self.health():
             if time.monotonic() > end:
                 raise EngineUnavailableError(
-                    explain(
-                        f"{self.role} engine",
-                        self.base_url,
-                        f"a healthy server within {timeout_s:g} s",
-                        "check that it runs and that the URL is right",
-                    )
+                    f"{self.role} engine",
+                    self.base_url,
+                    f"a healthy server within {timeout_s:g} s",
+                    "check that it runs and that the URL is right",
                 )
             await asyncio.sleep(0.1)
 
@@ -217,12 +214,10 @@ class EngineClient:
         served = (await self.model_info()).get("weight_version")
         if served != weight_version:
             raise WeightVersionError(
-                explain(
-                    f"{self.role} engine {self.base_url} weight_version",
-                    served,
-                    f"{weight_version!r}, the version just sent",
-                    "check that no other process updates this server",
-                )
+                f"{self.role} engine {self.base_url} weight_version",
+                served,
+                f"{weight_version!r}, the version just sent",
+                "check that no other process updates this server",
             )
 
     async def abort(self, rid: str) -> None:
@@ -283,12 +278,10 @@ class EngineClient:
                     message = _server_message(raw)
                     if response.status < 500:
                         raise EngineRejectedError(
-                            explain(
-                                f"{self.role} engine {method} {url}",
-                                f"HTTP {response.status}",
-                                f"a request that the server accepts; it says: {message}",
-                                "correct the request" if response.status != 401 else "send the server's API key",
-                            )
+                            f"{self.role} engine {method} {url}",
+                            f"HTTP {response.status}",
+                            f"a request that the server accepts; it says: {message}",
+                            "correct the request" if response.status != 401 else "send the server's API key",
                         )
                     cause = f"HTTP {response.status}: {message}"
             except _RETRIED as error:
@@ -299,13 +292,11 @@ class EngineClient:
                     await on_timeout(attempt)
             if attempt >= self._max_retries:
                 raise EngineUnavailableError(
-                    explain(
-                        f"{self.role} engine {method} {url}",
-                        cause,
-                        f"an answer within {self._timeout_s:g} s; gave up after {attempt + 1} tries",
-                        "check that the server runs (its log) and that the URL is right; raise engine.max_retries or "
-                        "engine.request_timeout_s if it is only slow",
-                    )
+                    f"{self.role} engine {method} {url}",
+                    cause,
+                    f"an answer within {self._timeout_s:g} s; gave up after {attempt + 1} tries",
+                    "check that the server runs (its log) and that the URL is right; raise engine.max_retries or "
+                    "engine.request_timeout_s if it is only slow",
                 )
             self.retries += 1
             if not stale:
@@ -321,7 +312,7 @@ class EngineClient:
 
     def _bad(self, field: str, value: object, expected: str) -> EngineError:
         remedy = "check the server's version and log, and any router between"
-        return EngineError(explain(f"{self.role} engine {self.base_url} {field}", value, expected, remedy))
+        return EngineError(f"{self.role} engine {self.base_url} {field}", value, expected, remedy)
 
     def _result(self, request: GenerateRequest, wire_rid: str, answer: Any) -> GenerateResult:
         """Check one answer object and take it apart."""
@@ -409,21 +400,17 @@ class EngineClient:
         entries = meta.get(handoff_wire.REPORT) or []
         if count and not entries:
             raise EngineRejectedError(
-                explain(
-                    f"{self.role} engine {self.base_url} {where}",
-                    "no report of authors",
-                    "a fused engine",
-                    "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
-                )
+                f"{self.role} engine {self.base_url} {where}",
+                "no report of authors",
+                "a fused engine",
+                "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
             )
         if any(e[0] == handoff_wire.REFUSED for e in entries):
             raise EngineRejectedError(
-                explain(
-                    f"{self.role} engine {self.base_url} {where}",
-                    f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
-                    "an engine that was started with this boundary table, by this version",
-                    "start it again with the tandem settings of this run; its log names the reason",
-                )
+                f"{self.role} engine {self.base_url} {where}",
+                f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
+                "an engine that was started with this boundary table, by this version",
+                "start it again with the tandem settings of this run; its log names the reason",
             )
         if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
             raise self._bad(
@@ -441,13 +428,11 @@ class EngineClient:
         entries = meta.get("output_kept_ids")
         if entries is None and output_ids:
             raise EngineRejectedError(
-                explain(
-                    f"{self.role} engine {self.base_url} {where}",
-                    "no output_kept_ids",
-                    "the kept ids of truncated sampling, which an embedded server (`slime-tandem serve`) reports "
-                    "and SGLang does not",
-                    "set sampling.truncation_replay=recompute, or use an embedded server",
-                )
+                f"{self.role} engine {self.base_url} {where}",
+                "no output_kept_ids",
+                "the kept ids of truncated sampling, which an embedded server (`slime-tandem serve`) reports "
+                "and SGLang does not",
+                "set sampling.truncation_replay=recompute, or use an embedded server",
             )
         entries = entries or []
         if len(entries) != len(output_ids):

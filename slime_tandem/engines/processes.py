@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from slime_tandem.errors import EngineUnavailableError, explain
+from slime_tandem.errors import EngineUnavailableError
 
 _API_KEY_ENV = "SLIME_TANDEM_API_KEY"
 _LOG_LINES = 20
@@ -168,11 +168,11 @@ class ChildServer(ABC):
 
     def _unavailable(self, value: str, expected: str) -> EngineUnavailableError:
         if self.log_file is None:
-            return EngineUnavailableError(explain(f"server of {self.model}", value, expected, "read its output above"))
+            return EngineUnavailableError(f"server of {self.model}", value, expected, "read its output above")
         lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         tail = "\n".join(f"  | {line}" for line in lines)
-        message = explain(f"server of {self.model}", value, expected, f"read the end of its log {self.log_file}")
-        return EngineUnavailableError(f"{message}\n{tail}" if tail else message)
+        remedy = f"read the end of its log {self.log_file}"
+        return EngineUnavailableError(f"server of {self.model}", value, expected, remedy, tail)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, explain
+from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 _REOPENED = 2
@@ -96,12 +96,10 @@ class SessionEngine:
         (result,) = await self._client.generate([sent])
         if result.prompt_tokens != len(request.input_ids) and result.finish_reason != "abort":
             raise EngineError(
-                explain(
-                    f"answer {request.rid!r} meta_info.prompt_tokens",
-                    result.prompt_tokens,
-                    f"{len(request.input_ids)}, the session's context and what was added",
-                    "set engine.sessions=false; this server keeps other contexts than it was given",
-                )
+                f"answer {request.rid!r} meta_info.prompt_tokens",
+                result.prompt_tokens,
+                f"{len(request.input_ids)}, the session's context and what was added",
+                "set engine.sessions=false; this server keeps other contexts than it was given",
             )
         # An aborted turn may not be stored: the next request then goes on from the turn before it.
         if result.finish_reason != "abort":

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from slime_tandem.engines.processes import ChildServer
-from slime_tandem.errors import EngineUnavailableError, PortInUseError, explain
+from slime_tandem.errors import EngineUnavailableError, PortInUseError
 
 CPU_ARGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32",
@@ -83,12 +83,8 @@ class SglangProcess(ChildServer):
         try:
             super().launch()
         except OSError as error:
-            raise EngineUnavailableError(
-                explain(
-                    "python", self.python, f"an interpreter that has SGLang ({error.strerror})",
-                    "make one with scripts/sglang_cpu.sh",
-                )
-            ) from None  # fmt: skip
+            raise EngineUnavailableError("python", self.python, f"an interpreter that has SGLang ({error.strerror})",
+                    "make one with scripts/sglang_cpu.sh") from None  # fmt: skip
 
     def _environment(self) -> Mapping[str, str]:
         if self._device != "cpu":
@@ -118,4 +114,4 @@ def free_port(host: str, port: int = 0) -> int:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 continue
             return candidate
-    raise PortInUseError(explain("port", port, f"a free port on {host} ({reason})", "stop the other process, or use 0"))
+    raise PortInUseError("port", port, f"a free port on {host} ({reason})", "stop the other process, or use 0")

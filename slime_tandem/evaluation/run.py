@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.errors import ConfigError, TokenizerMismatchError, explain
+from slime_tandem.errors import ConfigError, TokenizerMismatchError
 from slime_tandem.evaluation.figures import (
     TITLES,
     Figure,
@@ -76,12 +76,10 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
     for i, task in enumerate(config.tasks):
         if task.environment is not None:
             raise ConfigError(
-                explain(
-                    f"tasks.{i}.environment",
-                    task.environment,
-                    "null for `slime-tandem eval`, whose figures are of responses of one turn",
-                    "leave it out; `train` evaluates with it",
-                )
+                f"tasks.{i}.environment",
+                task.environment,
+                "null for `slime-tandem eval`, whose figures are of responses of one turn",
+                "leave it out; `train` evaluates with it",
             )
     tasks = TaskSet(config.tasks, config.seed)
     prompts = tasks.heldout_prompts(config.eval.prompts)

@@ -22,7 +22,8 @@ from filelock import FileLock, Timeout
 
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.panel import describe_special
-from slime_tandem.errors import RunDirError, TandemError, explain
+from slime_tandem.errors import RunDirError, TandemError
+from slime_tandem.files import read_text
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
@@ -30,7 +31,7 @@ from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.run_folder import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
 from slime_tandem.report.summary import Summary, summarise, write_summary
-from slime_tandem.rollout.boundaries import BoundaryRecord, read_boundaries, write_boundaries
+from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import evaluate, rollout, rollout_metrics, with_revival
@@ -154,7 +155,7 @@ def _only_one(run_dir: Path) -> Iterator[None]:
         if not isinstance(error.__cause__, Timeout):
             raise
         raise RunDirError(
-            explain("name", run_dir.name, f"no other run at work in {run_dir}", "wait for it, stop it, or rename")
+            "name", run_dir.name, f"no other run at work in {run_dir}", "wait for it, stop it, or rename"
         ) from None
     try:
         yield
@@ -167,7 +168,7 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
         here = list(run_dir.iterdir())
         if not (run_dir / "config.yaml").exists() and any(path.name not in _NO_WORK for path in here):
             raise RunDirError(
-                explain("--overwrite", str(run_dir), "a run folder (with config.yaml)", "delete the folder yourself")
+                "--overwrite", str(run_dir), "a run folder (with config.yaml)", "delete the folder yourself"
             )
         with disk_errors(run_dir):
             for path in here:
@@ -177,12 +178,7 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
                     path.unlink()
     if not resume and (run_dir / "config.yaml").exists():
         raise RunDirError(
-            explain(
-                "name",
-                run_dir.name,
-                f"no run at {run_dir}",
-                "--resume goes on with it, --overwrite deletes it, or rename",
-            )
+            "name", run_dir.name, f"no run at {run_dir}", "--resume goes on with it, --overwrite deletes it, or rename"
         )
 
 
@@ -190,19 +186,17 @@ def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
     """Save where runs end."""
     if not path.exists():
         with disk_errors(path.parent):
-            write_boundaries(path, record)
+            path.write_text(record.to_json(), encoding="utf-8")
 
 
 def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
     """On a resumed run: that runs still end where they did (another tokenizer would move every author)."""
-    if path.exists() and read_boundaries(path) != record:
+    if path.exists() and BoundaryRecord.from_json(read_text(path, "boundary record"), str(path)) != record:
         raise RunDirError(
-            explain(
-                "boundaries of the run",
-                str(path),
-                "those of the tokenizer and settings now in use",
-                "resume with the models and tandem settings that the run was started with",
-            )
+            "boundaries of the run",
+            str(path),
+            "those of the tokenizer and settings now in use",
+            "resume with the models and tandem settings that the run was started with",
         )
 
 

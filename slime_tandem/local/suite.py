@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName, Strategy
-from slime_tandem.errors import ConfigError, EngineError, RunDirError, explain
+from slime_tandem.errors import ConfigError, EngineError, RunDirError
 from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
 from slime_tandem.report.run_folder import disk_errors, replace_file, require_same_settings
 from slime_tandem.report.summary import summarise
@@ -63,15 +63,13 @@ class Method:
             found = None
         if not found:
             raise ConfigError(
-                explain(
-                    "METHOD_LIST", text, "entries method:ratio:idx", "e.g. teachability:0.10:20, separated by blanks"
-                )
+                "METHOD_LIST", text, "entries method:ratio:idx", "e.g. teachability:0.10:20, separated by blanks"
             )
         names = [*_SELECTORS, *_TANDEM]
         if found[1] not in names:
             close = difflib.get_close_matches(found[1], names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "choose one of these"
-            raise ConfigError(explain("METHOD_LIST", found[1], f"a method among {', '.join(names)}", hint))
+            raise ConfigError("METHOD_LIST", found[1], f"a method among {', '.join(names)}", hint)
         return cls(found[1], number, int(found[3]))
 
     def overrides(self, top_k: int) -> list[str]:
@@ -90,7 +88,7 @@ class Method:
         fixed = {"solo_grpo": 1.0, "chunk": 0.5, "alternating": 0.5}.get(strategy, self.number)
         if self.number != fixed:
             entry = f"{self.name}:{self.number:.15g}:{self.idx}"
-            raise ConfigError(explain("METHOD_LIST", entry, f"the number {fixed:.15g}, it has no other", "correct it"))
+            raise ConfigError("METHOD_LIST", entry, f"the number {fixed:.15g}, it has no other", "correct it")
         if self.name == "solo_grpo":
             return [*out, "tandem.enabled=false", "eval.tandem=true"]
         out += ["tandem.enabled=true", f"tandem.selection_strategy={strategy}"]
@@ -101,10 +99,10 @@ def parse_methods(text: str) -> list[Method]:
     """Methods of a list separated by blanks; raises ConfigError for an empty list and an idx that stands twice."""
     methods = [Method.parse(entry) for entry in text.split()]
     if not methods:
-        raise ConfigError(explain("METHOD_LIST", text, "at least one method:ratio:idx", "e.g. pure_opd:1.0:10"))
+        raise ConfigError("METHOD_LIST", text, "at least one method:ratio:idx", "e.g. pure_opd:1.0:10")
     for method in methods:
         if sum(m.idx == method.idx for m in methods) > 1:
-            raise ConfigError(explain("METHOD_LIST", text, "an idx of its own for each method", f"change {method.idx}"))
+            raise ConfigError("METHOD_LIST", text, "an idx of its own for each method", f"change {method.idx}")
     return methods
 
 
@@ -112,7 +110,7 @@ def parse_seeds(text: str) -> list[int]:
     """Seeds of a list separated by blanks; raises ConfigError for anything but different whole numbers."""
     seeds = text.split()
     if not seeds or not all(s.isdecimal() for s in seeds) or len({int(s) for s in seeds}) < len(seeds):
-        raise ConfigError(explain("SEEDS", text, "different whole numbers separated by blanks", "e.g. 0 1 2"))
+        raise ConfigError("SEEDS", text, "different whole numbers separated by blanks", "e.g. 0 1 2")
     return [int(s) for s in seeds]
 
 
@@ -197,9 +195,7 @@ def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list
             if int(row["idx"]) == method.idx and (row["method"], row["ratio"]) != (method.name, number):
                 was = f"{row['method']}:{row['ratio']}:{row['idx']}"
                 raise RunDirError(
-                    explain(
-                        "METHOD_LIST", f"{method.name}:{number}:{method.idx}", f"{was}, as in {folder}", "use a new idx"
-                    )
+                    "METHOD_LIST", f"{method.name}:{number}:{method.idx}", f"{was}, as in {folder}", "use a new idx"
                 )
         mask = method.name if method.name in _TANDEM else config.opd.selection.mask
         values = (str(method.idx), method.name, mask, number, str(seed), config.name)
@@ -221,7 +217,7 @@ def slime_suite(
     last checkpoint. All plans are made before anything runs. Raises EngineError for a run that fails.
     """
     if not submit.is_file():
-        raise ConfigError(explain("BACKEND", "slime", f"the script {submit}", "run from a checkout of this repository"))
+        raise ConfigError("BACKEND", "slime", f"the script {submit}", "run from a checkout of this repository")
     runs = suite.runs()
     _merged(suite.folder, runs)
     plans = [plan(config, config.run_dir / "slime_launch") for _, _, config in runs]
@@ -240,9 +236,7 @@ def slime_suite(
             code = _attended(command)
             if code:
                 raise EngineError(
-                    explain(
-                        f"run {config.name}", f"exit code {code}", "0 from slime's train.py", "see Ray's log of the job"
-                    )
+                    f"run {config.name}", f"exit code {code}", "0 from slime's train.py", "see Ray's log of the job"
                 )
             replace_file(done, str(config.train.steps).encode())
 

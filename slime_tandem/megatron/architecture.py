@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 
 _QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
 _QK_NORM = {"llama": False, "qwen2": False, "qwen3": True}
@@ -134,7 +134,7 @@ def architecture_of(hf_config: Any) -> Architecture:
 def require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:
     """Raise ModelError about a field of config.json unless the condition holds."""
     if not holds:
-        raise ModelError(explain(f"config.json {field}", value, expected, remedy))
+        raise ModelError(f"config.json {field}", value, expected, remedy)
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -171,13 +171,9 @@ def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
 
     path = Path(folder)
     if not (path / "config.json").is_file():
-        raise ModelError(
-            explain("model folder", str(path), "a folder with config.json", "give a local Hugging Face folder")
-        )
+        raise ModelError("model folder", str(path), "a folder with config.json", "give a local Hugging Face folder")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, TypeError) as error:
         problem = " ".join(str(error).split())
-        raise ModelError(
-            explain(str(path / "config.json"), problem, "a config that transformers loads", "mend it")
-        ) from error
+        raise ModelError(str(path / "config.json"), problem, "a config that transformers loads", "mend it") from error

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from slime_tandem.errors import CheckpointError, ConfigError, ModelError, explain, explain_os_error
+from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.files import whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
@@ -84,7 +84,7 @@ def require_one_checkpoint(source: Path) -> None:
     steps = sorted(p for p in source.glob("step-[0-9]*") if find_torch_dist(p) is not None)
     if steps and find_torch_dist(source) is None and not (source / "config.json").is_file():
         expected = "one checkpoint; this folder holds a run's"
-        raise ConfigError(explain("source", str(source), expected, f"name one, e.g. {steps[-1]}"))
+        raise ConfigError("source", str(source), expected, f"name one, e.g. {steps[-1]}")
 
 
 def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
@@ -98,22 +98,18 @@ def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
     if inner is None:
         if job.like is not None:
             raise ConfigError(
-                explain(
-                    "--like",
-                    str(job.like),
-                    "no such flag with a Hugging Face source, which has its own config",
-                    "leave it out",
-                )
+                "--like",
+                str(job.like),
+                "no such flag with a Hugging Face source, which has its own config",
+                "leave it out",
             )
         return job.source, _to_torch_dist(job, say)
     if job.like is None:
         raise ConfigError(
-            explain(
-                "--like",
-                None,
-                "the Hugging Face folder with config.json and tokenizer of this model",
-                "name the one it came from",
-            )
+            "--like",
+            None,
+            "the Hugging Face folder with config.json and tokenizer of this model",
+            "name the one it came from",
         )
     return _to_hf(job, inner, say), inner
 
@@ -122,22 +118,16 @@ def _check_output(job: Job) -> None:
     """Refuse an output that cannot take a folder's place, or whose replacement would delete what is read."""
     output = job.output
     if output.name in ("", ".."):
-        raise ConfigError(explain("output", str(output), "a path that ends in a name", "name a new folder"))
+        raise ConfigError("output", str(output), "a path that ends in a name", "name a new folder")
     for flag, folder in (("source", job.source), ("--like", job.like)):
         if folder is not None and (
             output.resolve() == folder.resolve() or output.resolve() in folder.resolve().parents
         ):
-            raise ConfigError(
-                explain("output", str(output), f"a folder that does not hold {flag} {folder}", "choose another")
-            )
+            raise ConfigError("output", str(output), f"a folder that does not hold {flag} {folder}", "choose another")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise ConfigError(
-            explain("output", str(output), "a folder, no link and no file", "choose another, or remove this one")
-        )
+        raise ConfigError("output", str(output), "a folder, no link and no file", "choose another, or remove this one")
     if output.exists() and not job.force:
-        raise ConfigError(
-            explain("output", str(output), "a path that does not exist yet", "choose another, or pass --force")
-        )
+        raise ConfigError("output", str(output), "a path that does not exist yet", "choose another, or pass --force")
 
 
 class HfWeights:
@@ -172,7 +162,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, "pt") as weights:
             yield weights
     except (SafetensorError, OSError) as error:
-        raise ModelError(explain(str(file), str(error), "a whole safetensors file", "fetch it anew")) from error
+        raise ModelError(str(file), str(error), "a whole safetensors file", "fetch it anew") from error
 
 
 def _to_torch_dist(job: Job, say: Say) -> Path:
@@ -183,12 +173,10 @@ def _to_torch_dist(job: Job, say: Say) -> Path:
         del shapes["lm_head.weight"]
         if not torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
             raise ModelError(
-                explain(
-                    "config.json tie_word_embeddings",
-                    True,
-                    "lm_head.weight equal to model.embed_tokens.weight",
-                    "set it to false",
-                )
+                "config.json tie_word_embeddings",
+                True,
+                "lm_head.weight equal to model.embed_tokens.weight",
+                "set it to false",
             )
     check_names_and_shapes(shapes, hf_shapes(arch))
     recipes = megatron_recipes(arch)
@@ -197,9 +185,7 @@ def _to_torch_dist(job: Job, say: Say) -> Path:
         parts = [weights.read(source) for source in recipes[name].sources]
         kinds = sorted({str(part.dtype) for part in parts})
         if len(kinds) > 1:
-            raise ModelError(
-                explain(f"weights of {name}", kinds, "one dtype, they become one tensor", "cast the model first")
-            )
+            raise ModelError(f"weights of {name}", kinds, "one dtype, they become one tensor", "cast the model first")
         return recipes[name].make(parts)
 
     sizes = {name: sum(weights.sizes[source] for source in recipe.sources) for name, recipe in recipes.items()}
@@ -229,25 +215,21 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
     if len(optimizer) < len(unknown):
         left = sorted(set(unknown) - set(optimizer))
         raise CheckpointError(
-            explain(
-                f"checkpoint {inner}",
-                f"{len(left)} tensors: {', '.join(left[:3])}",
-                f"only weights of {job.like}",
-                "check --like",
-            )
+            f"checkpoint {inner}",
+            f"{len(left)} tensors: {', '.join(left[:3])}",
+            f"only weights of {job.like}",
+            "check --like",
         )
     if unknown or reader.others:
         say(f"left out: {len(unknown)} tensors of the optimizer, {len(reader.others)} pickled objects (states)")
     layers = reader.layers("decoder.layers.0.mlp.linear_fc2.weight")
     if layers not in (None, arch.num_layers):
         raise CheckpointError(
-            explain(f"checkpoint {inner}", f"{layers} layers", f"{arch.num_layers}, as in {job.like}", "check --like")
+            f"checkpoint {inner}", f"{layers} layers", f"{arch.num_layers}, as in {job.like}", "check --like"
         )
     padding = {name: reader.shape(name)[0] - arch.vocab_size for name in _EMBEDDINGS if name in megatron}
     if any(extra < 0 for extra in padding.values()):
-        raise CheckpointError(
-            explain(f"checkpoint {inner}", padding, f"{arch.vocab_size} rows of vocabulary", "check --like")
-        )
+        raise CheckpointError(f"checkpoint {inner}", padding, f"{arch.vocab_size} rows of vocabulary", "check --like")
     if any(padding.values()):
         say(f"left out: {max(padding.values())} rows behind the vocabulary (Megatron's padding)")
 
@@ -322,12 +304,10 @@ def _architecture(folder: Path) -> Architecture:
     for name in _MOE_HINTS:
         if getattr(config, name, None):
             raise ModelError(
-                explain(
-                    f"config.json {name}",
-                    getattr(config, name),
-                    "a dense model: experts are converted by slime's own tools only",
-                    "set SLIME_DIR to a checkout of slime and pass --model-args FILE",
-                )
+                f"config.json {name}",
+                getattr(config, name),
+                "a dense model: experts are converted by slime's own tools only",
+                "set SLIME_DIR to a checkout of slime and pass --model-args FILE",
             )
     return architecture_of(config)
 
@@ -354,12 +334,10 @@ def slime_command(job: Job, slime: Path | None, model_args: Sequence[str]) -> li
     if slime is None or not tool.is_file() or missing:
         problem = f"{tool}, missing: {', '.join(missing) or 'the tool'}"
         raise ConfigError(
-            explain(
-                "mixture of experts",
-                problem,
-                "slime's converter with slime and Megatron-LM on PYTHONPATH",
-                "set SLIME_DIR and PYTHONPATH",
-            )
+            "mixture of experts",
+            problem,
+            "slime's converter with slime and Megatron-LM on PYTHONPATH",
+            "set SLIME_DIR and PYTHONPATH",
         )
     if back:
         return [
@@ -374,9 +352,7 @@ def slime_command(job: Job, slime: Path | None, model_args: Sequence[str]) -> li
         ]
     if not model_args:
         raise ConfigError(
-            explain(
-                "--model-args", None, "the model's Megatron flags", "name slime's scripts/models/*.sh of this model"
-            )
+            "--model-args", None, "the model's Megatron flags", "name slime's scripts/models/*.sh of this model"
         )
     return [sys.executable, str(tool), *model_args, "--hf-checkpoint", str(job.source), "--save", str(job.output)]
 
@@ -406,15 +382,13 @@ class _Work:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ConfigError(
-                explain(
-                    "output",
-                    str(self._job.output),
-                    "an output that no other conversion is writing",
-                    "wait for it, or choose another",
-                )
+                "output",
+                str(self._job.output),
+                "an output that no other conversion is writing",
+                "wait for it, or choose another",
             ) from None
         except OSError as error:
-            raise ConfigError(explain_os_error(self._job.output, error)) from None
+            raise ConfigError.of_os_error(self._job.output, error) from None
         try:
             old = json.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -459,14 +433,12 @@ class _Work:
             if error is None:
                 self._take_place()
             elif isinstance(error, OSError):
-                raise CheckpointError(explain_os_error(self.folder, error)) from error
+                raise CheckpointError.of_os_error(self.folder, error) from error
             elif isinstance(error, SafetensorError) or "inline_container" in str(error):
                 # What safetensors and torch's writer make of a full disk.
                 told = str(error).splitlines()[0]
                 raise CheckpointError(
-                    explain(
-                        str(self.folder), told, "a disk that takes the files", "free space; the same command goes on"
-                    )
+                    str(self.folder), told, "a disk that takes the files", "free space; the same command goes on"
                 ) from error
             elif self._record["done"]:
                 error.add_note(f"what is done is kept in {self.folder}: the same command goes on from there")
@@ -538,15 +510,13 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
     difference = float((logits.log_softmax(-1) - reference).abs().max())
     if not math.isfinite(difference):
         expected = "finite log-probs of both checkpoints"
-        raise CheckpointError(explain("--verify", difference, expected, f"look for NaN or infinite weights in {hf}"))
+        raise CheckpointError("--verify", difference, expected, f"look for NaN or infinite weights in {hf}")
     if difference > VERIFY_NATS:
         raise CheckpointError(
-            explain(
-                "--verify",
-                difference,
-                f"at most {VERIFY_NATS} nats between both checkpoints",
-                "report this, do not use them",
-            )
+            "--verify",
+            difference,
+            f"at most {VERIFY_NATS} nats between both checkpoints",
+            "report this, do not use them",
         )
     say(f"verified: log-probs differ by at most {difference:.1e} nats on {ids.numel()} tokens")
     return difference

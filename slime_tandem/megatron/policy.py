@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_tandem.config import OptimizerConfig
-from slime_tandem.errors import CheckpointError, DataError, TandemError, explain
+from slime_tandem.errors import CheckpointError, DataError, TandemError
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.core import (
     CheckpointingException,
@@ -126,14 +126,14 @@ class MegatronPolicy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not sequences or len(sequences) != len(response_lengths):
             counts = (len(sequences), len(response_lengths))
-            raise DataError(explain("sequences, response_lengths", counts, "equal counts above 0", "check the batch"))
+            raise DataError("sequences, response_lengths", counts, "equal counts above 0", "check the batch")
         B, S = len(sequences), max(len(sequence) for sequence in sequences)
         tokens = torch.zeros(B, S, dtype=torch.long)
         rows = []
         for b, (sequence, R) in enumerate(zip(sequences, response_lengths, strict=True)):
             if not 0 <= R < len(sequence):
                 raise DataError(
-                    explain(f"response_lengths[{b}]", R, f"0 to {len(sequence) - 1}", "keep at least one prompt token")
+                    f"response_lengths[{b}]", R, f"0 to {len(sequence) - 1}", "keep at least one prompt token"
                 )
             tokens[b, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
             # Position p of sequence b is row p * B + b of Megatron's [S, B, H]; position p predicts token p + 1.
@@ -141,7 +141,7 @@ class MegatronPolicy:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.architecture.vocab_size:
             bound = f"ids in [0, {self.architecture.vocab_size})"
-            raise DataError(explain("sequences", (low, high), bound, "tokenise with this model's tokenizer"))
+            raise DataError("sequences", (low, high), bound, "tokenise with this model's tokenizer")
         return tokens.to(self.device), torch.cat(rows).to(self.device)
 
     def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class MegatronPolicy:
         norm = float(norm_tensor)
         if norm != norm or norm in (float("inf"), float("-inf")):
             raise TandemError(
-                explain("gradient norm", norm, "a finite number", "lower optimizer.lr, or look for extreme log-probs")
+                "gradient norm", norm, "a finite number", "lower optimizer.lr, or look for extreme log-probs"
             )
         torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm_tensor)
         for group in self.optimizer.param_groups:
@@ -375,10 +375,8 @@ def _unwritable(target: Path, error: BaseException) -> CheckpointError:
     for link in _chain(error):
         if os.strerror(errno.ENOSPC) in str(link):
             remedy = "free some space, then run again to resume"
-            return CheckpointError(explain(str(target), _reason(link), "room on the disk", remedy))
-    return CheckpointError(
-        explain(str(target), _reason(error), "a folder that can be written", "check its parent folder")
-    )
+            return CheckpointError(str(target), _reason(link), "room on the disk", remedy)
+    return CheckpointError(str(target), _reason(error), "a folder that can be written", "check its parent folder")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -414,12 +412,10 @@ def _reason(error: BaseException) -> str:
 
 def _bad(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"checkpoint {path}",
-            found,
-            expected,
-            "delete this folder to resume from an older checkpoint, or choose another",
-        )
+        f"checkpoint {path}",
+        found,
+        expected,
+        "delete this folder to resume from an older checkpoint, or choose another",
     )
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slime_tandem.errors import CheckpointError, explain
+from slime_tandem.errors import CheckpointError
 from slime_tandem.megatron.core import save_torch_dist_config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -286,5 +286,5 @@ def finish_folder(folder: Path, files: Mapping[str, list[Piece]], layers: int, c
 
 def _bad(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        explain(f"checkpoint {path}", found, expected, "check the path, or convert or save the checkpoint again")
+        f"checkpoint {path}", found, expected, "check the path, or convert or save the checkpoint again"
     )

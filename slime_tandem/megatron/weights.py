@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, require
 from slime_tandem.megatron.core import (
     GPTModel,
@@ -249,27 +249,21 @@ def check_names_and_shapes(found: Mapping[str, tuple[int, ...]], shapes: Mapping
     missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing:
         raise ModelError(
-            explain(
-                "weights",
-                f"{len(missing)} missing: {', '.join(missing[:3])}",
-                "every weight of config.json",
-                "fetch it anew",
-            )
+            "weights",
+            f"{len(missing)} missing: {', '.join(missing[:3])}",
+            "every weight of config.json",
+            "fetch it anew",
         )
     if unknown:
         raise ModelError(
-            explain(
-                "weights",
-                f"{len(unknown)} unknown: {', '.join(unknown[:3])}",
-                "only weights of config.json",
-                "see config.json",
-            )
+            "weights",
+            f"{len(unknown)} unknown: {', '.join(unknown[:3])}",
+            "only weights of config.json",
+            "see config.json",
         )
     for name, shape in shapes.items():
         if found[name] != shape:
-            raise ModelError(
-                explain(f"weights {name}", found[name], f"shape {shape} from config.json", "mend config.json")
-            )
+            raise ModelError(f"weights {name}", found[name], f"shape {shape} from config.json", "mend config.json")
 
 
 def load_hf_folder(folder: str | Path) -> StateDict:
@@ -292,4 +286,4 @@ def _read_safetensors(file: Path) -> StateDict:
     try:
         return dict(load_file(file))
     except (SafetensorError, OSError) as error:
-        raise ModelError(explain(str(file), str(error), "a whole safetensors file", "fetch it anew")) from error
+        raise ModelError(str(file), str(error), "a whole safetensors file", "fetch it anew") from error

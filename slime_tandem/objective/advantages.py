@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slime_tandem.config import AdvantageScale, Baseline
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.types import FloatArray, IntArray
 
 _MAD_TO_STD, _MEAN_AD_TO_STD = 1.4826, 1.2533
@@ -42,11 +42,11 @@ def group_advantages(
     r = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(r).all():
         i = int(np.flatnonzero(~np.isfinite(r))[0])
-        raise DataError(explain(f"rewards[{i}]", rewards[i], "a finite number", "mend the reward function"))
+        raise DataError(f"rewards[{i}]", rewards[i], "a finite number", "mend the reward function")
     numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}  # numpy would round ids of 64 bits to floats
     inverse = np.array([numbers[g] for g in group_ids], dtype=np.int64)
     if len(inverse) != len(r):
-        raise DataError(explain("group_ids", len(inverse), f"one per reward ({len(r)})", "pass both per sample"))
+        raise DataError("group_ids", len(inverse), f"one per reward ({len(r)})", "pass both per sample")
     if not len(r):
         return r, 0.0
     counts = np.bincount(inverse)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import KlEstimator, ObjectiveConfig
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError, TandemError
 from slime_tandem.types import FloatArray
 
 _GUARD = 2.0
@@ -50,7 +50,7 @@ def sampled_kl(log_probs: FloatArray, ref_log_probs: FloatArray, weights: FloatA
     total = float((torch.from_numpy(weights[used]) * kl_estimate(pi, ref, estimator)).sum())
     if not math.isfinite(total):
         raise DataError(
-            explain("KL of a response", total, "finite log-probs", "look for NaN or extreme log-probs, or use k1 or k2")
+            "KL of a response", total, "finite log-probs", "look for NaN or extreme log-probs, or use k1 or k2"
         )
     return total
 
@@ -60,13 +60,13 @@ def above_guard(kl: float, objective: ObjectiveConfig) -> bool:
     return objective.kl_target is not None and kl > _GUARD * objective.kl_target
 
 
-def left_target(kl: float, objective: ObjectiveConfig) -> str:
-    """What a run that `kl_guard=stop` ends is told; `kl` nats per token."""
+def left_target(kl: float, objective: ObjectiveConfig) -> TandemError:
+    """The error that ends a run with `kl_guard=stop`; `kl` nats per token."""
     expected = f"at most twice objective.kl_target={objective.kl_target:g}"
     remedy = (
         "raise objective.kl_coef or lower optimizer.lr and go on from the last checkpoint, or choose another kl_guard"
     )
-    return explain("train/kl", kl, expected, remedy)
+    return TandemError("train/kl", kl, expected, remedy)
 
 
 def adapted_coef(coef: float, kl: float, objective: ObjectiveConfig) -> float:
@@ -82,9 +82,7 @@ def adapted_coef(coef: float, kl: float, objective: ObjectiveConfig) -> float:
     if objective.kl_target is None:
         return coef
     if not math.isfinite(kl):
-        raise DataError(
-            explain("KL per token", kl, "a finite number", "lower optimizer.lr, or look for extreme log-probs")
-        )
+        raise DataError("KL per token", kl, "a finite number", "lower optimizer.lr, or look for extreme log-probs")
     error = (kl - objective.kl_target) / objective.kl_target
     factor = _GUARD if above_guard(kl, objective) else math.exp(min(max(error, -objective.kl_step), objective.kl_step))
     return min(max(coef * factor, objective.kl_coef_min), objective.kl_coef_max)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.objective.truncation import Group, KeptIds, Replay, Truncation, all_reduce, thresholds, wide_type
 
 _CHUNK = 2**22
@@ -82,7 +82,7 @@ def top_log_probs(logits: Tensor, k: int, temperature: float = 1.0, *, group: Gr
     T, V = logits.shape
     ranks, first = _shard(V, group)
     if not 1 <= k <= V * ranks:
-        raise DataError(explain("k", k, f"1 to {V * ranks}, the size of the vocabulary", "lower it"))
+        raise DataError("k", k, f"1 to {V * ranks}, the size of the vocabulary", "lower it")
     _check(
         logits,
         torch.zeros(T, dtype=torch.long, device=logits.device),
@@ -244,12 +244,10 @@ def _chunks(T: int, V: int) -> list[slice]:
 
 def _check(logits: Tensor, tokens: Tensor, task: _Task, ids: bool) -> None:
     if not task.temperature > 0.0:
-        raise DataError(
-            explain("temperature", task.temperature, "a number above 0, greedy tokens have no log-prob", "raise it")
-        )
+        raise DataError("temperature", task.temperature, "a number above 0, greedy tokens have no log-prob", "raise it")
     if logits.ndim != 2 or tokens.shape != logits.shape[:1] or not logits.is_floating_point():
         shapes = f"{logits.dtype} {tuple(logits.shape)} and {tuple(tokens.shape)}"
-        raise DataError(explain("logits, tokens", shapes, "floats [T, V] and ids [T]", "pack the response tokens"))
+        raise DataError("logits, tokens", shapes, "floats [T, V] and ids [T]", "pack the response tokens")
     T, V = logits.shape
     ranks, _ = _shard(V, task.group)
     replay = task.replay
@@ -258,20 +256,20 @@ def _check(logits: Tensor, tokens: Tensor, task: _Task, ids: bool) -> None:
         ("kept.offsets", replay.kept.offsets[1:] if replay.kept is not None else tokens),
     ):
         if rows.shape != tokens.shape:
-            raise DataError(explain(f"replay.{name}", f"{len(rows)} rows", f"{T}, one per token", "pack them alike"))
+            raise DataError(f"replay.{name}", f"{len(rows)} rows", f"{T}, one per token", "pack them alike")
     if ranks > 1:
         # Shards of different sizes would shift the ids of all that follow, unseen.
         same = torch.tensor([T, -T, V, -V], device=logits.device)
         most = all_reduce(same.clone(), dist.ReduceOp.MAX, task.group)
         if not torch.equal(same, most):
             expected = f"[{most[0]}, {most[2]}] on every rank of the group"
-            raise DataError(explain("logits", [T, V], expected, "pad the vocabulary to a multiple of the ranks"))
+            raise DataError("logits", [T, V], expected, "pad the vocabulary to a multiple of the ranks")
     kept_ids = tokens[:0] if replay.kept is None else replay.kept.ids
     if len(kept_ids) and not bool(((kept_ids >= 0) & (kept_ids < V * ranks)).all()):
         found = (int(kept_ids.min()), int(kept_ids.max()))
-        raise DataError(explain("replay.kept.ids", found, f"ids in [0, {V * ranks})", "ask the server of this model"))
+        raise DataError("replay.kept.ids", found, f"ids in [0, {V * ranks})", "ask the server of this model")
     if task.in_place and 0 in logits.stride() and logits.numel() > 1:
-        raise DataError(explain("logits", f"strides {logits.stride()}", "memory of its own per logit", "clone them"))
+        raise DataError("logits", f"strides {logits.stride()}", "memory of its own per logit", "clone them")
     if ids and T and not bool(((tokens >= 0) & (tokens < V * ranks)).all()):
         found = (int(tokens.min()), int(tokens.max()))
-        raise DataError(explain("tokens", found, f"ids in [0, {V * ranks})", "tokenise with this model's tokenizer"))
+        raise DataError("tokens", found, f"ids in [0, {V * ranks})", "tokenise with this model's tokenizer")

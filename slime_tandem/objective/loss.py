@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, OpdConfig, Reduction
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.objective.divergence import candidate_divergence
 from slime_tandem.objective.kl import kl_estimate
 
@@ -147,9 +147,7 @@ def kept_by_weights(own: Tensor, engine: Tensor, used: Tensor, objective: Object
     if len(bad := (~log_ratio.isfinite()).nonzero()):
         i = int(bad[0])
         found = f"{float(own[i])} (trainer), {float(engine[i])} (engine)"
-        raise DataError(
-            explain(f"log-probs of response token {i}", found, "finite numbers", "look for NaN in the weights")
-        )
+        raise DataError(f"log-probs of response token {i}", found, "finite numbers", "look for NaN in the weights")
     return bounded_rollout_weights(log_ratio.float().exp(), objective) > 0
 
 
@@ -345,15 +343,13 @@ def _explain_fault(
         if values is not None and (bad := (where & ~values.isfinite()).nonzero()).numel():
             i = int(bad[0])
             raise DataError(
-                explain(
-                    f"{name}[{i}]",
-                    float(values[i]),
-                    f"a finite number on every token that counts ({len(bad)} are not)",
-                    "look for NaN in the weights, extreme logits, candidate ids beyond the vocabulary, or sampling that the "
-                    "trainer does not replay",
-                )
+                f"{name}[{i}]",
+                float(values[i]),
+                f"a finite number on every token that counts ({len(bad)} are not)",
+                "look for NaN in the weights, extreme logits, candidate ids beyond the vocabulary, or sampling that the "
+                "trainer does not replay",
             )
     remedy = (
         "lower optimizer.lr, set objective.dual_clip, or use kl_estimator k1 or k2: a ratio has left the number range"
     )
-    raise DataError(explain("loss", loss, "finite terms and ratios", remedy))
+    raise DataError("loss", loss, "finite terms and ratios", remedy)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 
 _BITS = {
     torch.float64: torch.int64,
@@ -52,7 +52,7 @@ class Truncation:
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
         ):
             if not fine:
-                raise DataError(explain(name, getattr(self, name), expected, "correct the sampling settings"))
+                raise DataError(name, getattr(self, name), expected, "correct the sampling settings")
 
     @property
     def active(self) -> bool:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from slime_tandem.errors import RunDirError, explain
+from slime_tandem.errors import RunDirError
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.metrics import METRICS
 from slime_tandem.report.run_folder import replace_file
@@ -113,11 +113,9 @@ def read_mapping(folder: Path) -> list[dict[str, str]]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RunDirError(
-            explain("suite", str(folder), f"a readable {MAPPING} ({error})", "give a suite's folder")
-        ) from None
+        raise RunDirError("suite", str(folder), f"a readable {MAPPING} ({error})", "give a suite's folder") from None
     if not all(map(_is_whole, rows)):
-        raise RunDirError(explain(str(path), "a row", f"the columns {', '.join(MAPPING_COLUMNS)}", "restore the file"))
+        raise RunDirError(str(path), "a row", f"the columns {', '.join(MAPPING_COLUMNS)}", "restore the file")
     return rows
 
 
@@ -156,7 +154,7 @@ def summarise_suite(folder: Path) -> SuiteResult:
         if part["before"] is not None:
             starts.setdefault(row["seed"], []).append(part["before"])
     if not any(finished.values()):
-        raise RunDirError(explain("suite", str(folder), "at least one finished run", "run the suite first"))
+        raise RunDirError("suite", str(folder), "at least one finished run", "run the suite first")
     first = next(iter(finished.values()))
     methods = []
     for key, seeds in finished.items():

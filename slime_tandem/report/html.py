@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from slime_tandem import __version__
-from slime_tandem.errors import RunDirError, TandemError, explain
+from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
 from slime_tandem.report.run_folder import disk_errors, read_rows
@@ -205,12 +205,10 @@ def _groups(parts: Sequence[tuple[str, str, Path]]) -> list[TranscriptGroup]:
         return transcript_groups(parts)
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirError(
-            explain(
-                f"transcripts.jsonl in {parts[0][2]} or its control/",
-                f"{type(error).__name__}: {error}",
-                "rows as `slime-tandem train` writes them",
-                "restore the file, or move it away: the report then has no transcripts",
-            )
+            f"transcripts.jsonl in {parts[0][2]} or its control/",
+            f"{type(error).__name__}: {error}",
+            "rows as `slime-tandem train` writes them",
+            "restore the file, or move it away: the report then has no transcripts",
         ) from error
 
 

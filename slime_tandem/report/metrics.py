@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 
 Scope = Literal["step", "eval"]
 Direction = Literal["up", "down", "none"]
@@ -313,16 +313,14 @@ def check_row(row: Row, scope: Scope = "step") -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(explain(name, value, "a number or None", "convert it with float() before it is logged"))
+            raise DataError(name, value, "a number or None", "convert it with float() before it is logged")
         if not math.isfinite(value):
             raise DataError(
-                explain(
-                    name,
-                    value,
-                    "a finite number",
-                    "the run has diverged or a mean was taken over nothing: look at the steps before, "
-                    "lower optimizer.lr, and resume from the last checkpoint",
-                )
+                name,
+                value,
+                "a finite number",
+                "the run has diverged or a mean was taken over nothing: look at the steps before, "
+                "lower optimizer.lr, and resume from the last checkpoint",
             )
 
 

@@ -25,7 +25,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError, RunDirError, explain, explain_os_error
+from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import whole_file
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
@@ -96,12 +96,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                     row = None
                 if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                     raise RunDirError(
-                        explain(
-                            f"{path}:{number}",
-                            line[:80].decode("utf-8", "replace"),
-                            "one JSON object with a `step`",
-                            "restore the file, or delete this line",
-                        )
+                        f"{path}:{number}",
+                        line[:80].decode("utf-8", "replace"),
+                        "one JSON object with a `step`",
+                        "restore the file, or delete this line",
                     )
                 yield row
     except FileNotFoundError:
@@ -116,7 +114,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except RunDirError:
         raise
     except OSError as error:
-        raise RunDirError(explain_os_error(path, error)) from error
+        raise RunDirError.of_os_error(path, error) from error
 
 
 def require_same_settings(path: Path, config: RunConfig) -> None:
@@ -127,12 +125,10 @@ def require_same_settings(path: Path, config: RunConfig) -> None:
             continue
         if old.get(name) != new.get(name):
             raise RunDirError(
-                explain(
-                    name,
-                    new.get(name),
-                    f"{old.get(name)!r}, as in {path}",
-                    "resume with the same setting, or choose another `name`",
-                )
+                name,
+                new.get(name),
+                f"{old.get(name)!r}, as in {path}",
+                "resume with the same setting, or choose another `name`",
             )
 
 
@@ -158,12 +154,7 @@ class RunWriter:
             for path in (self._metrics, self._evals, self._transcripts, self._rewards):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
-                        explain(
-                            "run folder",
-                            str(run_dir),
-                            "no rows of an earlier run",
-                            "resume it, or choose another `name`",
-                        )
+                        "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
                     )
         else:
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
@@ -302,9 +293,7 @@ def _check_finite(t: Transcript) -> None:
     for name, value in values:
         if not math.isfinite(value):
             raise DataError(
-                explain(
-                    f"transcript of {t.prompt[:40]!r}: {name}", value, "a finite number", "look at the engine's log"
-                )
+                f"transcript of {t.prompt[:40]!r}: {name}", value, "a finite number", "look at the engine's log"
             )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import RunDirError, explain
+from slime_tandem.errors import RunDirError
 from slime_tandem.report.metrics import Row, Scope, row_keys
 from slime_tandem.report.run_folder import disk_errors, read_rows
 
@@ -83,12 +83,10 @@ def load_config(run_dir: Path) -> RunConfig:
     """The config of a run folder; raises RunDirError if `run_dir` is no run folder, ConfigError for a changed config."""
     if not (run_dir / "config.yaml").is_file():
         raise RunDirError(
-            explain(
-                "run folder",
-                str(run_dir),
-                "a folder that `slime-tandem train` wrote, with a config.yaml",
-                "give runs/<name>, not a file in it or the folder above",
-            )
+            "run folder",
+            str(run_dir),
+            "a folder that `slime-tandem train` wrote, with a config.yaml",
+            "give runs/<name>, not a file in it or the folder above",
         )
     return RunConfig.load(run_dir / "config.yaml")
 
@@ -107,9 +105,7 @@ def load_rewards(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
         if not (isinstance(row.get("task"), str) and numbers):
             found = {name: row.get(name) for name in ("task", "samples", "mean")}
             expected = "a task, and finite numbers of samples and mean reward"
-            raise RunDirError(
-                explain(f"{path} step {row['step']}", found, expected, "restore the file, or delete this line")
-            )
+            raise RunDirError(f"{path} step {row['step']}", found, expected, "restore the file, or delete this line")
     return rows
 
 
@@ -120,12 +116,10 @@ def _rows(path: Path, scope: Scope) -> tuple[Mapping[str, Any], ...]:
         wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
         if wrong:
             raise RunDirError(
-                explain(
-                    f"{path} step {row['step']}: {wrong[0]}",
-                    row.get(wrong[0], "missing"),
-                    "a name" if wrong[0] == "phase" else "a finite number or null",
-                    "restore the file, or delete this line",
-                )
+                f"{path} step {row['step']}: {wrong[0]}",
+                row.get(wrong[0], "missing"),
+                "a name" if wrong[0] == "phase" else "a finite number or null",
+                "restore the file, or delete this line",
             )
     return rows
 

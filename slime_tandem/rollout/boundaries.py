@@ -6,7 +6,7 @@
   punctuation  its bytes end in one of PUNCTUATION (ASCII and full-width)
 `sentence`: a token whose bytes end in a blank line, that is in two line feeds.
 `bernoulli`, `chunk`, `alternating` count tokens and have no table.
-Special tokens are never boundaries. All functions but `write_boundaries` and `read_boundaries` are pure.
+Special tokens are never boundaries. Pure.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
-from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.tokens.token_bytes import TokenBytes
 
 PUNCTUATION = ".,;:!?。，；：！？、…"
@@ -76,7 +75,7 @@ def resolve_boundaries(
         wrong = [i for i in config.boundary_token_ids if not 0 <= i < len(token_bytes)]
         if wrong:
             raise ConfigError(
-                explain("tandem.boundary_token_ids", wrong[:5], f"ids in [0, {len(token_bytes)})", "correct the list")
+                "tandem.boundary_token_ids", wrong[:5], f"ids in [0, {len(token_bytes)})", "correct the list"
             )
         return frozenset(config.boundary_token_ids)
     strategy = config.selection_strategy
@@ -91,14 +90,12 @@ def resolve_boundaries(
     if empty:
         by_class = config.boundary_classes != _PAPER
         raise ConfigError(
-            explain(
-                "tandem.boundary_classes" if by_class else "tandem.selection_strategy",
-                empty if by_class else strategy,
-                "classes of which this tokenizer has tokens"
-                if by_class
-                else "a strategy for which this tokenizer has a boundary token",
-                "set tandem.boundary_token_ids, or choose bernoulli, chunk or alternating",
-            )
+            "tandem.boundary_classes" if by_class else "tandem.selection_strategy",
+            empty if by_class else strategy,
+            "classes of which this tokenizer has tokens"
+            if by_class
+            else "a strategy for which this tokenizer has a boundary token",
+            "set tandem.boundary_token_ids, or choose bernoulli, chunk or alternating",
         )
     return frozenset().union(*tables.values())
 
@@ -203,10 +200,10 @@ class BoundaryRecord:
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
-                explain(name, text[:40], f"a boundary record ({type(error).__name__}: {error})", "restore the file")
+                name, text[:40], f"a boundary record ({type(error).__name__}: {error})", "restore the file"
             ) from None
         if not sound:
-            raise DataError(explain(name, text[:40], "a boundary record as it was written", "restore the file"))
+            raise DataError(name, text[:40], "a boundary record as it was written", "restore the file")
         return record
 
 
@@ -221,17 +218,3 @@ def _stretches(ids: Iterable[int]) -> list[int | list[int]]:
     for part in parts:
         out.extend([[part[0], part[-1]]] if len(part) > 2 else part)
     return out
-
-
-def write_boundaries(path: Path, record: BoundaryRecord) -> None:
-    """Save the record with a run (UTF-8 JSON, about 7 bytes per id); raises OSError."""
-    path.write_text(record.to_json(), encoding="utf-8")
-
-
-def read_boundaries(path: Path) -> BoundaryRecord:
-    """The saved record; raises DataError for a missing, unreadable or altered file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(explain("boundary record", str(path), "a readable file", str(error))) from None
-    return BoundaryRecord.from_json(text, str(path))

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError, explain
+from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, TandemSample
@@ -130,10 +130,8 @@ async def _accept(writer: TandemWriter, result: GenerateResult, environment: Env
 def _check_version(author: int, result: GenerateResult, expected: str | None) -> None:
     if author == SENIOR and expected is not None and result.weight_version != expected:
         raise WeightVersionError(
-            explain(
-                "senior weight_version",
-                result.weight_version,
-                repr(expected),
-                "the server was restarted or updated by somebody else; send the weights again",
-            )
+            "senior weight_version",
+            result.weight_version,
+            repr(expected),
+            "the server was restarted or updated by somebody else; send the weights again",
         )

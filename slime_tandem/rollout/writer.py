@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Self, TypedDict, Unpack
 
 from slime_tandem.config import BoundaryClass, SamplingConfig
-from slime_tandem.errors import DataError, EngineError, explain
+from slime_tandem.errors import DataError, EngineError
 from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff, same_ids, table_fingerprint
 from slime_tandem.rollout.boundaries import stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key, sampling_seed
@@ -103,7 +103,7 @@ class TandemWriter:
     ) -> None:
         if not prompt_ids:
             raise DataError(
-                explain(f"prompt_ids of prompt {prompt.prompt_id!r}", "[]", "at least one token", "check the template")
+                f"prompt_ids of prompt {prompt.prompt_id!r}", "[]", "at least one token", "check the template"
             )
         self.key, self.group_id, self.prompt = key, group_id, prompt
         self.prompt_ids = tuple(prompt_ids)
@@ -155,12 +155,7 @@ class TandemWriter:
         writer = cls(sample.key, sample.group_id, sample.prompt, sample.prompt_ids, rule, sampling, tokens, **options)
         if sample.finish_reason != "abort":
             raise DataError(
-                explain(
-                    f"TandemSample.finish_reason of {sample.key}",
-                    sample.finish_reason,
-                    "abort",
-                    "resume aborted ones only",
-                )
+                f"TandemSample.finish_reason of {sample.key}", sample.finish_reason, "abort", "resume aborted ones only"
             )
         again = rule.authorship(
             sample.key, sample.response_ids, inserted=sample.inserted, fallback_starts=sample.fallback_starts
@@ -168,12 +163,10 @@ class TandemWriter:
         if again != sample.authorship_mask:
             at = next(i for i, (a, b) in enumerate(zip(again, sample.authorship_mask, strict=True)) if a != b)
             raise DataError(
-                explain(
-                    f"TandemSample.authorship_mask of {sample.key}",
-                    f"{sample.authorship_mask[at]} at token {at}",
-                    f"{again[at]}, what the rule prescribes",
-                    "resume with the tandem settings that the sample was written under",
-                )
+                f"TandemSample.authorship_mask of {sample.key}",
+                f"{sample.authorship_mask[at]} at token {at}",
+                f"{again[at]}, what the rule prescribes",
+                "resume with the tandem settings that the sample was written under",
             )
         writer._fallback_starts = list(sample.fallback_starts)
         starts = dict(sample.inserted)
@@ -192,12 +185,10 @@ class TandemWriter:
         writer._fallen = writer._fallen or i in sample.fallback_starts
         if writer._fused and writer._fallen:
             raise DataError(
-                explain(
-                    f"TandemSample.fallback_starts of {sample.key}",
-                    sample.fallback_starts,
-                    "no open run that the senior writes in the junior's place, which a fused engine knows nothing of",
-                    "resume on two servers, as it was begun",
-                )
+                f"TandemSample.fallback_starts of {sample.key}",
+                sample.fallback_starts,
+                "no open run that the senior writes in the junior's place, which a fused engine knows nothing of",
+                "resume on two servers, as it was begun",
             )
         if writer._finish is None and i >= sampling.max_new_tokens:
             writer._finish = "length"  # the text between two turns filled it; only the last scores were cut off
@@ -350,12 +341,10 @@ class TandemWriter:
             self._fall_back("the junior's text", "senior's")
         elif stop == start:
             raise EngineError(
-                explain(
-                    f"{ROLE[author]} answer to {result.rid}",
-                    f"{len(result.output_ids)} tokens, finish reason {result.finish_reason!r}",
-                    "at least one token",
-                    "look at that server's log",
-                )
+                f"{ROLE[author]} answer to {result.rid}",
+                f"{len(result.output_ids)} tokens, finish reason {result.finish_reason!r}",
+                "at least one token",
+                "look at that server's log",
             )
 
     def _check_authors(self, result: GenerateResult) -> list[int]:
@@ -364,24 +353,20 @@ class TandemWriter:
         n = len(result.output_ids)
         if len(result.authors) != n or len(result.senior_log_probs) != n:
             raise EngineError(
-                explain(
-                    f"fused answer to {result.rid}",
-                    f"{len(result.authors)} authors and {len(result.senior_log_probs)} senior log-probs for {n} tokens",
-                    "one of each per token",
-                    "check that the server was started by `slime-tandem serve --fused`",
-                )
+                f"fused answer to {result.rid}",
+                f"{len(result.authors)} authors and {len(result.senior_log_probs)} senior log-probs for {n} tokens",
+                "one of each per token",
+                "check that the server was started by `slime-tandem serve --fused`",
             )
         for i, (token, author) in enumerate(zip(result.output_ids, result.authors, strict=True)):
             due = self.rule.author(self._akey, run)
             if author != due:
                 raise EngineError(
-                    explain(
-                        f"author of response token {len(self.response_ids) + i} of {self.key}, "
-                        f"author key {self._akey:016x}, run {run}",
-                        author,
-                        f"{due}, what the rule prescribes",
-                        "report this with the engine's version and log: the sample was rejected",
-                    )
+                    f"author of response token {len(self.response_ids) + i} of {self.key}, "
+                    f"author key {self._akey:016x}, run {run}",
+                    author,
+                    f"{due}, what the rule prescribes",
+                    "report this with the engine's version and log: the sample was rejected",
                 )
             length += 1
             if self.rule.ends_run(token, length):
@@ -445,12 +430,10 @@ class TandemWriter:
     def _fall_back(self, what: str, whose: str) -> None:
         if self._refuse_fallback:
             raise EngineError(
-                explain(
-                    f"run {self._run} of sample {self.key}",
-                    what,
-                    f"text with an exact form in the {whose} vocabulary",
-                    "set tandem.on_unexpressible=senior, or use a junior of the senior's family",
-                )
+                f"run {self._run} of sample {self.key}",
+                what,
+                f"text with an exact form in the {whose} vocabulary",
+                "set tandem.on_unexpressible=senior, or use a junior of the senior's family",
             )
         self._fallback_starts.append(len(self.response_ids))
         self._fallen = True
@@ -461,22 +444,18 @@ class TandemWriter:
         values = result.input_log_probs[-n:]
         if not same_ids(result.input_ids[-n:], self.response_ids[self._scored : stop]):
             raise EngineError(
-                explain(
-                    f"senior input log-probs of {result.rid}",
-                    f"{len(result.input_log_probs)} values of ids {result.input_ids[-n:][:40]}",
-                    f"one for each of the last {n} response tokens, {self.response_ids[self._scored : stop][:40]}",
-                    "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
-                )
+                f"senior input log-probs of {result.rid}",
+                f"{len(result.input_log_probs)} values of ids {result.input_ids[-n:][:40]}",
+                f"one for each of the last {n} response tokens, {self.response_ids[self._scored : stop][:40]}",
+                "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
             )
         for i, value in enumerate(values, start=self._scored):
             if value is None or not math.isfinite(value):
                 raise EngineError(
-                    explain(
-                        f"senior input log-prob of {result.rid} at response token {i}",
-                        value,
-                        "a finite log-prob",
-                        "look at that server's log",
-                    )
+                    f"senior input log-prob of {result.rid} at response token {i}",
+                    value,
+                    "a finite log-prob",
+                    "look at that server's log",
                 )
         # A senior token keeps the value that it was sampled with.
         for i, value in enumerate(values, start=self._scored):
@@ -528,10 +507,8 @@ def _check_log_probs(author: int, result: GenerateResult) -> None:
         return
     what = f"{len(values)} for {n} tokens" if bad is None else f"{values[bad]} at token {bad}"
     raise EngineError(
-        explain(
-            f"{ROLE[author]} output log-probs of {result.rid}",
-            what,
-            "one finite log-prob per token",
-            "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
-        )
+        f"{ROLE[author]} output log-probs of {result.rid}",
+        what,
+        "one finite log-prob per token",
+        "look at that server's log (some routers drop log-prob fields: sglang #10764, #10766)",
     )

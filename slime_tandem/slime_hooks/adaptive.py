@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_tandem.config import ObjectiveConfig
-from slime_tandem.errors import DataError, TandemError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.objective.kl import above_guard, adapted_coef, left_target
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def kept_coef(folder: Path | None, rollout_id: int) -> float | None:
                 found = float(row["kl_coef"])
         except (ValueError, TypeError, KeyError) as error:
             expected = "an object with rollout_id and kl_coef"
-            raise DataError(explain(f"{file}, line {number}", line[:80], expected, "remove the line")) from error
+            raise DataError(f"{file}, line {number}", line[:80], expected, "remove the line") from error
     return found
 
 
@@ -84,7 +84,7 @@ class AdaptiveCoef:
             return
         mean = self.total(self._kl) / self._rollouts
         if above_guard(mean, self.objective) and self.objective.kl_guard == "stop":
-            raise TandemError(left_target(mean, self.objective))
+            raise left_target(mean, self.objective)
         before = self.value
         if self._weighted:
             self.value = adapted_coef(before, mean, self.objective)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.slime_hooks import wire
 
 
@@ -45,7 +45,7 @@ class MessagesDataSource:
                 raw = [{"role": "user", "content": raw}]
             if not isinstance(raw, list):
                 expected = "text, or a list of chat messages"
-                raise DataError(explain(f"{args.input_key} of {args.prompt_data}", raw, expected, "correct this row"))
+                raise DataError(f"{args.input_key} of {args.prompt_data}", raw, expected, "correct this row")
             sample.metadata[wire.MESSAGES] = raw
             sample.prompt = tokenizer.apply_chat_template(
                 raw, tools=sample.metadata.get("tools"), tokenize=False, add_generation_prompt=True, **kwargs

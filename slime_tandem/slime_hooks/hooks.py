@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
@@ -392,7 +392,7 @@ def loss(
     seats = batch[wire.CARRIER]
     if seats is None or any(c.dim() != 2 for c in seats):
         remedy = "add --custom-megatron-before-train-step-hook-path slime_tandem.slime_hooks.hooks.before_train_step"
-        raise DataError(explain(f"batch[{wire.CARRIER!r}]", "no channels", "our channels [R, C]", remedy))
+        raise DataError(f"batch[{wire.CARRIER!r}]", "no channels", "our channels [R, C]", remedy)
     channels = torch.cat(seats)
     where = {
         "args": args,

@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.errors import ConfigError, EngineUnavailableError, explain
+from slime_tandem.errors import ConfigError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 _TIMEOUT_S = 10.0
@@ -59,16 +59,16 @@ class WorkerPool:
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise EngineUnavailableError(
-                explain(f"{self.role} router {self.router}/workers", why, "a list of workers", remedy)
+                f"{self.role} router {self.router}/workers", why, "a list of workers", remedy
             ) from error
         for url, kind in told:
             if kind != "regular":
                 expected = "regular workers: a response's runs continue on the server that holds its prefix"
                 where = f"worker_type of {self.role} {url}"
-                raise ConfigError(explain(where, kind, expected, "do not split prefill and decode"))
+                raise ConfigError(where, kind, expected, "do not split prefill and decode")
         urls = [str(url) for url, _ in told]
         if not urls:
-            raise EngineUnavailableError(explain(f"{self.role} router {self.router}", [], "a worker", remedy))
+            raise EngineUnavailableError(f"{self.role} router {self.router}", [], "a worker", remedy)
         for url in urls:
             if url not in self._clients:
                 self._clients[url] = await self._stack.enter_async_context(self._client(url))

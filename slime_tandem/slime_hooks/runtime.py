@@ -18,7 +18,7 @@ from typing import Any
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError, explain
+from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
@@ -86,12 +86,10 @@ class Runtime:
         prompt = wire.prompt_of(sample)
         if self.team.spellers is not None and tandem and not prompt.messages:
             raise DataError(
-                explain(
-                    f"messages of sample {sample.index}",
-                    None,
-                    "the raw chat, a junior with another tokenizer has a template of its own",
-                    "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
-                )
+                f"messages of sample {sample.index}",
+                None,
+                "the raw chat, a junior with another tokenizer has a template of its own",
+                "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
         options = self.team.writer_options(prompt, rule, None)
         tokens = self.team.student.tokens
@@ -136,16 +134,14 @@ class Runtime:
         response = wire.response_of(sample, self.team.config.seed)
         if not response.prompt.messages:
             raise DataError(
-                explain(
-                    f"messages of sample {sample.index}",
-                    None,
-                    "the raw chat, a teacher renders it with its own template",
-                    "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
-                )
+                f"messages of sample {sample.index}",
+                None,
+                "the raw chat, a teacher renders it with its own template",
+                "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
         if response.prompt.metadata.get("tools"):
             expected = "none with opd.enabled=true, teachers are not told of tools"
-            raise DataError(explain(f"tools of sample {sample.index}", "a list", expected, "remove them"))
+            raise DataError(f"tools of sample {sample.index}", "a list", expected, "remove them")
         (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
 
@@ -163,7 +159,7 @@ def sampling_of(params: Mapping[str, Any], config: RunConfig, *, evaluation: boo
     for name in params.keys() - set(names) - _EXTRA - {"stop"}:
         if params[name]:
             expected = "not to be set with slime_tandem's generate"
-            raise ConfigError(explain(f"sampling parameter {name}", params[name], expected, "remove its flag"))
+            raise ConfigError(f"sampling parameter {name}", params[name], expected, "remove its flag")
     stops = () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
     return config.sampling.model_copy(update={**known, "stop": stops})
 
@@ -222,12 +218,10 @@ async def connect(args: Any) -> Runtime:
             router = routers.get(name)
         if router is None:
             raise ConfigError(
-                explain(
-                    f"server of the {role}",
-                    sorted(routers),
-                    f"a model `{name}` in --sglang-config, or a URL in the settings",
-                    f"add the model (update_weights: false), or set engine.{name}_url or the teacher's url",
-                )
+                f"server of the {role}",
+                sorted(routers),
+                f"a model `{name}` in --sglang-config, or a URL in the settings",
+                f"add the model (update_weights: false), or set engine.{name}_url or the teacher's url",
             )
         return await stack.enter_async_context(WorkerPool(router, make, role=role))
 

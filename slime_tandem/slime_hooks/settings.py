@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, read_yaml_mapping
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 
 KEY = "slime_tandem"
 """The key of the file that `--custom-config-path` names."""
@@ -87,11 +87,11 @@ def build(args: Any) -> RunConfig:
         section = read_yaml_mapping(Path(section))
     if not isinstance(section, Mapping):
         expected = f"a section `{KEY}` with the settings of slime_tandem"
-        raise ConfigError(explain("--custom-config-path", section, expected, "see docs/slime.md"))
+        raise ConfigError("--custom-config-path", section, expected, "see docs/slime.md")
     tree: dict[str, Any] = _copied(section)
     for name, instead in _SLIMES_OWN.items():
         if (value := _look_up(tree, name)) is not None:
-            raise ConfigError(explain(f"{KEY}.{name}", value, f"nothing: slime has {instead}", "remove it"))
+            raise ConfigError(f"{KEY}.{name}", value, f"nothing: slime has {instead}", "remove it")
     for name, flag in _FROM_SLIME.items():
         value = getattr(args, flag, None)
         if value is None:
@@ -104,7 +104,7 @@ def build(args: Any) -> RunConfig:
         if given is not None and given != value:
             where = f"--{flag.replace('_', '-')}"
             expected = f"{value!r}, what {where} says"
-            raise ConfigError(explain(f"{KEY}.{name}", given, expected, f"remove it, or change {where}"))
+            raise ConfigError(f"{KEY}.{name}", given, expected, f"remove it, or change {where}")
         _put(tree, name, value)
     if _look_up(tree, "objective.scale_advantages") is None and getattr(args, "grpo_std_normalization", False):
         _put(tree, "objective.scale_advantages", "std")
@@ -122,47 +122,41 @@ def check_flags(args: Any, config: RunConfig) -> None:
     on = [name for name in _REFUSED if getattr(args, name, None)]
     for name in on:
         why, remedy = _REFUSED[name]
-        raise ConfigError(explain(_flag(name), getattr(args, name), f"not to be set with slime_tandem: {why}", remedy))
+        raise ConfigError(_flag(name), getattr(args, name), f"not to be set with slime_tandem: {why}", remedy)
     if getattr(args, "use_opd", False):
         expected = "not to be set: the signal would be applied twice"
-        raise ConfigError(explain("--use-opd", True, expected, "remove it; slime_tandem.opd does it"))
+        raise ConfigError("--use-opd", True, expected, "remove it; slime_tandem.opd does it")
     if opd and not custom_loss:
         raise ConfigError(
-            explain(
-                "--loss-type",
-                getattr(args, "loss_type", None),
-                "custom_loss with slime_tandem.opd.enabled=true, slime's own losses do not know our weights",
-                "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
-            )
+            "--loss-type",
+            getattr(args, "loss_type", None),
+            "custom_loss with slime_tandem.opd.enabled=true, slime's own losses do not know our weights",
+            "add --loss-type custom_loss --custom-loss-function-path slime_tandem.slime_hooks.hooks.loss",
         )
     if not custom_loss:
         _refuse_what_needs_our_loss(args, config)
     elif (coef := getattr(args, "kl_loss_coef", None)) and coef != config.objective.kl_coef:
         expected = f"slime_tandem.objective.kl_coef={config.objective.kl_coef:g}, which our loss goes by"
-        raise ConfigError(explain("--kl-loss-coef", coef, expected, "set the two alike"))
+        raise ConfigError("--kl-loss-coef", coef, expected, "set the two alike")
     for name in _OF_SLIMES_LOSS if custom_loss else ():
         if value := getattr(args, name, None):
             why = "not to be set with our loss, which does not have it"
-            raise ConfigError(
-                explain(_flag(name), value, why, "remove it; slime_tandem.objective has what our loss has")
-            )
+            raise ConfigError(_flag(name), value, why, "remove it; slime_tandem.objective has what our loss has")
     _check_objective(args, config)
     _check_truncation(args, config, trains=custom_loss and channels)
     if scores_by_id(config) and not getattr(args, "custom_generate_function_path", None):
         raise ConfigError(
-            explain(
-                "--custom-generate-function-path",
-                None,
-                "our generate where servers score given ids: SGLang ends itself when slime's own requests meet these",
-                "name it (tandem.enabled=false for the senior alone), or set opd.selection.missing_mass=rest",
-            )
+            "--custom-generate-function-path",
+            None,
+            "our generate where servers score given ids: SGLang ends itself when slime's own requests meet these",
+            "name it (tandem.enabled=false for the senior alone), or set opd.selection.missing_mass=rest",
         )
     if custom_loss and not channels:
         remedy = "name all hooks of docs/slime.md"
-        raise ConfigError(explain("--custom-advantage-function-path", None, "our hook, with our loss", remedy))
+        raise ConfigError("--custom-advantage-function-path", None, "our hook, with our loss", remedy)
     if channels and getattr(args, "normalize_advantages", False):
         expected = "not to be set: whitening behind the advantages would undo groups and weights"
-        raise ConfigError(explain("--normalize-advantages", True, expected, "remove it"))
+        raise ConfigError("--normalize-advantages", True, expected, "remove it")
     if channels:
         engines = config.objective.rollout_weights == "none"
         if getattr(args, "use_rollout_logprobs", engines) != engines:
@@ -171,19 +165,19 @@ def check_flags(args: Any, config: RunConfig) -> None:
                 why = f"{KEY}.objective.rollout_weights compares the trainer's own log-probs, which slime computes without it"
             expected = f"{'set' if engines else 'not to be set'}: {why}"
             remedy = "add it" if engines else "remove it"
-            raise ConfigError(explain("--use-rollout-logprobs", not engines, expected, remedy))
+            raise ConfigError("--use-rollout-logprobs", not engines, expected, remedy)
     if channels and getattr(args, "calculate_per_token_loss", False):
         expected = "not to be set: our terms are means over weights already"
-        raise ConfigError(explain("--calculate-per-token-loss", True, expected, "remove it"))
+        raise ConfigError("--calculate-per-token-loss", True, expected, "remove it")
     if channels and config.objective.kl_coef > 0 and not getattr(args, "use_kl_loss", True):
         expected = "set with slime_tandem.objective.kl_coef above 0, it makes slime compute the reference's log-probs"
-        raise ConfigError(explain("--use-kl-loss", False, expected, "add it, and --ref-load"))
+        raise ConfigError("--use-kl-loss", False, expected, "add it, and --ref-load")
     whole_rows = config.sampling.truncates or (opd and config.opd.signal != "sampled")
     if channels and whole_rows and getattr(args, "allgather_cp", False):
         expected = (
             "not to be set where whole rows of logits are read: those of a rank are not the tokens of its channels"
         )
-        raise ConfigError(explain("--allgather-cp", True, expected, "remove it, or set opd.signal=sampled"))
+        raise ConfigError("--allgather-cp", True, expected, "remove it, or set opd.signal=sampled")
 
 
 def _check_objective(args: Any, config: RunConfig) -> None:
@@ -191,15 +185,13 @@ def _check_objective(args: Any, config: RunConfig) -> None:
     o = config.objective
     if o.kl_in != "loss":
         expected = "loss under slime: rewards are final, and centred by group, before the trainer scores anything"
-        raise ConfigError(explain(f"{KEY}.objective.kl_in", o.kl_in, expected, "set objective.kl_in=loss"))
+        raise ConfigError(f"{KEY}.objective.kl_in", o.kl_in, expected, "set objective.kl_in=loss")
     if o.kl_target is not None and o.kl_guard == "skip_updates":
         expected = "double or stop under slime: its trainer takes every step of a rollout"
-        raise ConfigError(
-            explain(f"{KEY}.objective.kl_guard", o.kl_guard, expected, "set objective.kl_guard=double or stop")
-        )
+        raise ConfigError(f"{KEY}.objective.kl_guard", o.kl_guard, expected, "set objective.kl_guard=double or stop")
     if o.kl_target is not None and getattr(args, "recompute_loss_function", False):
         expected = "not to be set with objective.kl_target: the KL of a micro-batch would count twice"
-        raise ConfigError(explain("--recompute-loss-function", True, expected, "remove it"))
+        raise ConfigError("--recompute-loss-function", True, expected, "remove it")
 
 
 def _check_truncation(args: Any, config: RunConfig, *, trains: bool) -> None:
@@ -209,37 +201,35 @@ def _check_truncation(args: Any, config: RunConfig, *, trains: bool) -> None:
         expected = (
             f"1: with less slime takes samples only with every token's kept ids; ours goes by {KEY}.sampling.top_p"
         )
-        raise ConfigError(explain("--rollout-top-p", top_p, expected, f"move it to {KEY}.sampling.top_p"))
+        raise ConfigError("--rollout-top-p", top_p, expected, f"move it to {KEY}.sampling.top_p")
     if not s.truncates:
         return
     value = {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
     if not trains:
         expected = "top_p 1, top_k -1, min_p 0 with slime's own loss, which has the ratio of the full distribution"
-        raise ConfigError(explain("sampling", value, expected, "name our hooks (docs/slime.md)"))
+        raise ConfigError("sampling", value, expected, "name our hooks (docs/slime.md)")
     if s.truncation_replay != "recompute":
         expected = "recompute under slime: SGLang does not tell what it drew from"
         raise ConfigError(
-            explain(
-                f"{KEY}.sampling.truncation_replay",
-                s.truncation_replay,
-                expected,
-                "set sampling.truncation_replay=recompute",
-            )
+            f"{KEY}.sampling.truncation_replay",
+            s.truncation_replay,
+            expected,
+            "set sampling.truncation_replay=recompute",
         )
     if s.min_p > 0 and s.top_p < 1:
         expected = "0 with top_p below 1 under slime: SGLang applies min-p after top-p, not before"
-        raise ConfigError(explain(f"{KEY}.sampling.min_p", s.min_p, expected, "set one of the two to its default"))
+        raise ConfigError(f"{KEY}.sampling.min_p", s.min_p, expected, "set one of the two to its default")
     if not getattr(args, "custom_generate_function_path", None):
         expected = "our generate: slime's own requests truncate by its flags alone"
-        raise ConfigError(explain("--custom-generate-function-path", None, expected, "name it"))
+        raise ConfigError("--custom-generate-function-path", None, expected, "name it")
     if not getattr(args, "custom_megatron_before_train_step_hook_path", None):
         expected = "our hook, it finds the log-probs of the truncated distribution"
-        raise ConfigError(explain("--custom-megatron-before-train-step-hook-path", None, expected, "name it"))
+        raise ConfigError("--custom-megatron-before-train-step-hook-path", None, expected, "name it")
     if getattr(args, "use_routing_replay", False):
         expected = (
             "not to be set with truncated sampling: our forward pass before the first step would use up its routes"
         )
-        raise ConfigError(explain("--use-routing-replay", True, expected, "remove it"))
+        raise ConfigError("--use-routing-replay", True, expected, "remove it")
 
 
 def _refuse_what_needs_our_loss(args: Any, config: RunConfig) -> None:
@@ -249,19 +239,19 @@ def _refuse_what_needs_our_loss(args: Any, config: RunConfig) -> None:
     for name in _OF_OUR_LOSS:
         if (value := getattr(o, name)) != usual[name].default:
             expected = f"{usual[name].default} (the default) with slime's own loss, which does not know it"
-            raise ConfigError(explain(f"{KEY}.objective.{name}", value, expected, hooks))
+            raise ConfigError(f"{KEY}.objective.{name}", value, expected, hooks)
     weight = config.tandem.junior_token_loss_weight
     if config.tandem.enabled and weight > 0:
         expected = (
             "0 with slime's own loss, whose masks are whole and whose old log-probs of junior tokens are the junior's"
         )
-        raise ConfigError(explain(f"{KEY}.tandem.junior_token_loss_weight", weight, expected, hooks))
+        raise ConfigError(f"{KEY}.tandem.junior_token_loss_weight", weight, expected, hooks)
     if getattr(args, "custom_reward_post_process_path", None) is None:
         for name in _OF_OUR_ADVANTAGES:
             value, default = getattr(o, name), usual[name].default
             if value != default and (name, value) != ("scale_advantages", "std"):
                 expected = f"{default} (the default) without --custom-reward-post-process-path"
-                raise ConfigError(explain(f"{KEY}.objective.{name}", value, expected, hooks))
+                raise ConfigError(f"{KEY}.objective.{name}", value, expected, hooks)
 
 
 def scores_by_id(config: RunConfig) -> bool:
@@ -326,5 +316,5 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     for part in parents:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ConfigError(explain(f"{KEY}.{part}", node, "a section", "give its settings"))
+            raise ConfigError(f"{KEY}.{part}", node, "a section", "give its settings")
     node[leaf] = value

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 
 
 class Norm(nn.RMSNorm):
@@ -60,7 +60,7 @@ class NormLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 def _rms_only(config: Any) -> None:
     if config.normalization != "RMSNorm":
-        raise ConfigError(explain("--normalization", config.normalization, "RMSNorm", "use the standard spec"))
+        raise ConfigError("--normalization", config.normalization, "RMSNorm", "use the standard spec")
 
 
 def _mark(weight: nn.Parameter, config: Any) -> None:
@@ -89,9 +89,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             if self.ranks.size() > 1:
                 expected = "1 for a batch that is not packed, with this layer spec"
-                raise ConfigError(
-                    explain("--context-parallel-size", self.ranks.size(), expected, "leave --qkv-format at thd")
-                )
+                raise ConfigError("--context-parallel-size", self.ranks.size(), expected, "leave --qkv-format at thd")
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
@@ -114,9 +112,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         for n in lengths:
             if n % (2 * size):  # the padding behind the last sequence: a rank's share of it has no middle
                 expected = f"a multiple of {2 * size}, twice the context parallel size"
-                raise ConfigError(
-                    explain("tokens of a packed sequence", n, expected, "make --data-pad-size-multiplier even")
-                )
+                raise ConfigError("tokens of a packed sequence", n, expected, "make --data-pad-size-multiplier even")
         everyones = [
             gather_from_sequence_parallel_region(x.contiguous(), group=self.ranks).unflatten(0, (size, -1))
             for x in (key, value)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
-from slime_tandem.errors import DataError, TeacherScoreError, explain
+from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.loss import PackedTokens
 from slime_tandem.tasks.families import parse_messages
 from slime_tandem.training.rows import TrainRow
@@ -80,13 +80,13 @@ def pack(row: TrainRow, width: int = 0, config: RunConfig | None = None) -> Tens
         assert k <= width, "the width is that of the widest row"
         if row.candidates.ids.size and int(row.candidates.ids.max()) >= _LARGEST_ID:
             worst = int(row.candidates.ids.max())
-            raise DataError(explain("candidate id", worst, f"ids below {_LARGEST_ID}", "set opd.signal=sampled"))
+            raise DataError("candidate id", worst, f"ids below {_LARGEST_ID}", "set opd.signal=sampled")
         channels[:, FIXED : FIXED + k] = row.candidates.ids
         channels[:, FIXED + width : FIXED + width + k] = row.candidates.teacher_log_probs
     if not np.isfinite(channels).all():
         r, c = np.argwhere(~np.isfinite(channels))[0]
         where = f"channel {c} of response token {r}, group {row.group_id}"
-        raise DataError(explain(where, channels[r, c], "a finite number", "see the engine that gave it"))
+        raise DataError(where, channels[r, c], "a finite number", "see the engine that gave it")
     return torch.from_numpy(channels).float()
 
 
@@ -139,14 +139,14 @@ def carried(batch: Mapping[str, Any]) -> list[Tensor]:
     )
     found = batch.get(CARRIER)
     if found is None:
-        raise DataError(explain(f"batch[{CARRIER!r}]", None, "our channels [R, C]", remedy))
+        raise DataError(f"batch[{CARRIER!r}]", None, "our channels [R, C]", remedy)
     for i, (channels, log_probs) in enumerate(zip(found, batch["rollout_log_probs"], strict=True)):
         if channels.dim() != 2 or channels.shape[1] < FIXED:
-            raise DataError(explain(f"batch[{CARRIER!r}][{i}]", tuple(channels.shape), "our channels [R, C]", remedy))
+            raise DataError(f"batch[{CARRIER!r}][{i}]", tuple(channels.shape), "our channels [R, C]", remedy)
         if not torch.equal(channels[:, OLD], log_probs):
             where = f"old log-probs of sample {i} in batch[{CARRIER!r}]"
             expected = "those of rollout_log_probs, token for token"
-            raise DataError(explain(where, channels[:, OLD].tolist()[:8], expected, "report this with slime's version"))
+            raise DataError(where, channels[:, OLD].tolist()[:8], expected, "report this with slime's version")
     return list(found)
 
 
@@ -281,9 +281,7 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         if log_probs is None or len(log_probs) != R:
             got = None if log_probs is None else f"{len(log_probs)} values"
             expected = f"one log-prob for each of {R} tokens"
-            raise DataError(
-                explain(f"rollout_log_probs of sample {sample.index}", got, expected, "let generate ask for them")
-            )
+            raise DataError(f"rollout_log_probs of sample {sample.index}", got, expected, "let generate ask for them")
         sampled = [1] * R if sample.loss_mask is None else list(sample.loss_mask)
         ends: dict[Any, FinishReason] = {status.TRUNCATED: "length", status.ABORTED: "abort"}
         finish = ends.get(sample.status, "stop")
@@ -293,12 +291,10 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         )  # fmt: skip
     if len(record["authorship_mask"]) != R:
         raise DataError(
-            explain(
-                f"tokens of sample {sample.index}",
-                R,
-                f"the {len(record['authorship_mask'])} that generate wrote",
-                "leave a sample's tokens as they are, or remove its record from metadata",
-            )
+            f"tokens of sample {sample.index}",
+            R,
+            f"the {len(record['authorship_mask'])} that generate wrote",
+            "leave a sample's tokens as they are, or remove its record from metadata",
         )
     return TandemSample(
         key=SampleKey(*record["key"]),
@@ -330,7 +326,7 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(scores=None, teacher_error=str(scores))
+        record.update(scores=None, teacher_error=[scores.field, str(scores.value), scores.expected, scores.remedy])
         return
     c, lists = scores.candidates, scores.lists
     record.update(
@@ -345,14 +341,14 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     )
 
 
-def scores_of(sample: Any) -> tuple[AlignedScores | None, str | None]:
+def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | None]:
     """(scores, why there are none) of a sample; (None, None) where no teacher was asked."""
     record = (sample.metadata or {}).get(SCORES)
     if record is None:
         return None, None
     kept = record["scores"]
     if kept is None:
-        return None, record["teacher_error"]
+        return None, TeacherScoreError(*record["teacher_error"])
     return AlignedScores(
         log_probs=kept["log_probs"],
         mask=kept["mask"],

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError, explain, explain_os_error
+from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
 from slime_tandem.megatron.architecture import Architecture
 from slime_tandem.slime_hooks.settings import check_flags
@@ -93,7 +93,7 @@ class Plan:
                 with whole_file(path) as file:
                     file.write_text(text, encoding="utf-8")
             except OSError as error:
-                raise ConfigError(explain_os_error(path, error)) from None
+                raise ConfigError.of_os_error(path, error) from None
 
     def shell(self) -> str:
         """Text that bash can source: comments, exports, SLIME_FLAGS, and SERVER_URLS, servers that must answer before."""
@@ -160,10 +160,10 @@ def plan(
         for phase in ("", "decode-", "prefill-"):
             if theirs.get(name := f"--sglang-{phase}attention-backend") == ["flashinfer"]:
                 expected = "another: its planner knows one model's heads, the fused engine refuses it"
-                raise ConfigError(explain(name, "flashinfer", expected, "remove it"))
+                raise ConfigError(name, "flashinfer", expected, "remove it")
         for name in _FUSED_DEFAULTS:
             if name in theirs and not "".join(theirs[name]):
-                raise ConfigError(explain(name, "", "a backend of SGLang", "name one, or remove it"))
+                raise ConfigError(name, "", "a backend of SGLang", "name one, or remove it")
         for name, values in split(given).items():
             left = name in _FUSED_DEFAULTS and name in theirs
             if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
@@ -219,7 +219,7 @@ def _not_under_slime(config: RunConfig) -> None:
         ),
     ):
         if bad:
-            raise ConfigError(explain(name, value, expected, "change it for slime"))
+            raise ConfigError(name, value, expected, "change it for slime")
 
 
 def _holds_weights(folder: Path) -> bool:
@@ -233,7 +233,7 @@ def _within_context(config: RunConfig, arches: Mapping[str, Architecture], junio
         cap = config.sampling.max_new_tokens
         if arch is not None and cap >= arch.max_positions:
             expected = f"below the {arch.max_positions} positions of the {role}, which prompt and response share"
-            raise ConfigError(explain("sampling.max_new_tokens", cap, expected, "lower it"))
+            raise ConfigError("sampling.max_new_tokens", cap, expected, "lower it")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -258,13 +258,11 @@ def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str
             p for step in range(config.train.steps) for p in tasks.train_prompts(step, config.train.prompts_per_step)
         ]
     if not train:
-        raise ConfigError(
-            explain("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
-        )
+        raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
     unlabelled = next((p for p in train if p.label is None), None)
     if unlabelled is not None and config.cluster.reward is None:
         expected = "a label on every prompt, which the reward compares answers with"
-        raise ConfigError(explain("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward"))
+        raise ConfigError("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward")
     files = {folder / "prompts.jsonl": train}
     flags = [
         "--prompt-data",
@@ -307,7 +305,7 @@ def _line(prompt: Prompt) -> str:
         return json.dumps(row, ensure_ascii=False) + "\n"
     except TypeError as error:
         expected = f"prompts that JSON can hold ({error})"
-        raise ConfigError(explain("tasks", prompt.task, expected, "choose another data set for slime")) from None
+        raise ConfigError("tasks", prompt.task, expected, "choose another data set for slime") from None
 
 
 def _placement(config: RunConfig, place: Layout) -> list[str]:
@@ -398,7 +396,7 @@ def split(flags: Sequence[str]) -> dict[str, list[str]]:
             name, eq, value = word.partition("=")
             found[name] = [value] if eq else []
         elif not found:
-            raise ConfigError(explain("slime flags", word, "a flag first", "e.g. -- --use-tensorboard"))
+            raise ConfigError("slime flags", word, "a flag first", "e.g. -- --use-tensorboard")
         else:
             found[next(reversed(found))].append(word)
     return found
@@ -409,25 +407,21 @@ def _accepted(config: RunConfig, ours: Sequence[str], extra: Sequence[str], plac
     mine, given, kept = split(ours), split(extra), list[str]()
     for name, values in given.items():
         if name in _FORBIDDEN:
-            raise ConfigError(explain(name, " ".join(values), f"not to be set: {_FORBIDDEN[name]}", "remove it"))
+            raise ConfigError(name, " ".join(values), f"not to be set: {_FORBIDDEN[name]}", "remove it")
         if name == "--sglang-config":
             check_sglang_config(config, Path(values[0] if values else ""), place)
             kept += [name, *values]
         elif name in mine and mine[name] != values:
             expected = f"{' '.join(mine[name]) or 'as a flag'}, what the configuration says"
-            raise ConfigError(
-                explain(name, " ".join(values), expected, "remove it, and change the setting instead (--set)")
-            )
+            raise ConfigError(name, " ".join(values), expected, "remove it, and change the setting instead (--set)")
         elif name not in mine:
             kept += [name, *values]
     reward = config.cluster.reward
     if "--rm-type" in given and reward is None:
-        raise ConfigError(
-            explain("--rm-type", " ".join(given["--rm-type"]), "cluster.reward to say it", "set that instead")
-        )
+        raise ConfigError("--rm-type", " ".join(given["--rm-type"]), "cluster.reward to say it", "set that instead")
     if reward is not None and reward.endswith("remote_rm") and not "".join(given.get("--rm-url", ())):
         expected = "the address of the reward's server beside cluster.reward=remote_rm"
-        raise ConfigError(explain("--rm-url", None, expected, "add it behind --, or to cluster.slime_flags"))
+        raise ConfigError("--rm-url", None, expected, "add it behind --, or to cluster.slime_flags")
     # What the hooks themselves would refuse when the job has started.
     check_flags(SimpleNamespace(**_as_arguments({**mine, **split(kept)})), config)
     return kept
@@ -476,14 +470,12 @@ def _memory(
         ("pipeline_parallel", c.pipeline_parallel, arch.num_layers, "its layers"),
     ):
         if of % value:
-            raise ConfigError(explain(f"cluster.{field}", value, f"a divisor of {of}, {what}", "change it"))
+            raise ConfigError(f"cluster.{field}", value, f"a divisor of {of}, {what}", "change it")
     data_parallel = place.trainer_gpus // (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
     batch = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
     if batch % data_parallel:
         expected = f"a multiple of {data_parallel}, the data parallel size, in each of the updates"
-        raise ConfigError(
-            explain("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
-        )
+        raise ConfigError("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
     t = trainer_memory(arch, c, place.trainer_gpus)
     parts = {
         "weights": t.weights,
@@ -500,7 +492,7 @@ def _memory(
     if total > limit:
         expected = f"at most {c.gpu_memory_gib:g}: {shown}, reserve {RESERVED / GIB:.1f}"
         remedy = "raise cluster.tensor_parallel, pipeline_parallel or trainer_gpus, lower max_tokens_per_gpu, or set recompute"
-        raise ConfigError(explain("memory of the trainer, GiB a GPU", round(total / GIB, 1), expected, remedy))
+        raise ConfigError("memory of the trainer, GiB a GPU", round(total / GIB, 1), expected, remedy)
     on_host = host_bytes(t, offloaded=c.colocate, reference=config.objective.kl_coef > 0) * min(
         place.trainer_gpus, c.gpus_per_node
     )
@@ -510,12 +502,10 @@ def _memory(
             if model.num_heads % group.gpus_per_engine:
                 field = {ACTOR: "senior_tp", JUNIOR: "junior_tp"}.get(group.name, "teacher_tp")
                 raise ConfigError(
-                    explain(
-                        f"cluster.{field}",
-                        group.gpus_per_engine,
-                        f"a divisor of {model.num_heads} attention heads",
-                        "change it",
-                    )
+                    f"cluster.{field}",
+                    group.gpus_per_engine,
+                    f"a divisor of {model.num_heads} attention heads",
+                    "change it",
                 )
         e = engine_memory(models, group.gpus_per_engine, c)
         lines.append(
@@ -528,9 +518,7 @@ def _memory(
                 f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
             )
             raise ConfigError(
-                explain(
-                    f"KV cache of {group.name}, tokens", e.kv_tokens, expected, "raise its tp or cluster.mem_fraction"
-                )
+                f"KV cache of {group.name}, tokens", e.kv_tokens, expected, "raise its tp or cluster.mem_fraction"
             )
         if group.shared and (not group.update_weights or junior is not None):
             on_host += e.weights * min(group.gpus, c.gpus_per_node)
@@ -541,12 +529,7 @@ def _memory(
     if on_host > c.host_memory_gib * GIB:
         expected = f"at most {c.host_memory_gib:g}"
         raise ConfigError(
-            explain(
-                "main memory of a machine, GiB",
-                round(on_host / GIB, 1),
-                expected,
-                "use more machines, or do not colocate",
-            )
+            "main memory of a machine, GiB", round(on_host / GIB, 1), expected, "use more machines, or do not colocate"
         )
     return lines
 

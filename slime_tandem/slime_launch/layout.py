@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from slime_tandem.config import RunConfig, read_yaml_mapping
-from slime_tandem.errors import ConfigError, explain
+from slime_tandem.errors import ConfigError
 
 ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
 """Names of the models in the file; slime's `get_model_url` finds their routers by them."""
@@ -33,7 +33,7 @@ def teacher_models(config: RunConfig) -> dict[str, str]:
         return {} if config.engine.teacher_url else {TEACHER: config.models.teacher}
     for t in config.opd.teachers:
         if t.name in (ACTOR, JUNIOR, "senior"):
-            raise ConfigError(explain("opd.teachers name", t.name, "no name of another model of the job", "rename it"))
+            raise ConfigError("opd.teachers name", t.name, "no name of another model of the job", "rename it")
     return {t.name: t.model for t in config.opd.teachers if t.url is None}
 
 
@@ -158,7 +158,7 @@ def layout(config: RunConfig) -> Layout:
 
 def _require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:
     if not holds:
-        raise ConfigError(explain(f"cluster.{field}", value, expected, remedy))
+        raise ConfigError(f"cluster.{field}", value, expected, remedy)
 
 
 def sglang_config(plan: Layout, *, mem_fraction: float) -> dict[str, Any]:
@@ -190,44 +190,31 @@ def check_sglang_config(config: RunConfig, path: Path, plan: Layout) -> None:
     where = f"--sglang-config {path}"
     models = tree.get("sglang")
     if not isinstance(models, list) or not models or not all(isinstance(m, Mapping) and m.get("name") for m in models):
-        raise ConfigError(
-            explain(where, tree.get("sglang"), "a list `sglang` of models with names", "see docs/scaling.md")
-        )
+        raise ConfigError(where, tree.get("sglang"), "a list `sglang` of models with names", "see docs/scaling.md")
     names = [str(model["name"]) for model in models]
     for group in plan.groups:
         if group.name not in names:
-            raise ConfigError(
-                explain(where, names, f"a model named {group.name}", f"add it (model_path: {group.model})")
-            )
+            raise ConfigError(where, names, f"a model named {group.name}", f"add it (model_path: {group.model})")
     if names[0] != ACTOR or models[0].get("update_weights") is not True:
         raise ConfigError(
-            explain(
-                where,
-                names[0],
-                f"{ACTOR} first, with update_weights: true",
-                "the first model is the one that slime trains",
-            )
+            where, names[0], f"{ACTOR} first, with update_weights: true", "the first model is the one that slime trains"
         )
     start = 0 if config.cluster.colocate else plan.trainer_gpus
     for model in models:
         groups = model.get("server_groups") or model.get("engine_groups") or []
         if model["name"] != ACTOR and model.get("update_weights") is not False:
             raise ConfigError(
-                explain(
-                    f"{where} {model['name']}", model.get("update_weights"), "update_weights: false", "it is frozen"
-                )
+                f"{where} {model['name']}", model.get("update_weights"), "update_weights: false", "it is frozen"
             )
         for group in groups:
             backed_up = (group.get("overrides") or {}).get("enable_weights_cpu_backup") is True
             if model["name"] != ACTOR and config.cluster.colocate and start < plan.trainer_gpus and not backed_up:
                 expected = "overrides.enable_weights_cpu_backup: true, the trainer uses its GPUs in turns"
-                raise ConfigError(explain(f"{where} {model['name']}", group.get("overrides"), expected, "add it"))
+                raise ConfigError(f"{where} {model['name']}", group.get("overrides"), expected, "add it")
             start += int(group.get("num_gpus", 0))
     found = start - (0 if config.cluster.colocate else plan.trainer_gpus)
     if found != plan.rollout_gpus:
-        raise ConfigError(
-            explain(where, f"{found} GPUs", f"{plan.rollout_gpus}, as in the cluster section", "make both agree")
-        )
+        raise ConfigError(where, f"{found} GPUs", f"{plan.rollout_gpus}, as in the cluster section", "make both agree")
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:

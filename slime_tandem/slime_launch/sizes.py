@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 
 Rope = tuple[tuple[str, float | int | str], ...]
@@ -98,7 +98,7 @@ def architecture(model: str) -> Architecture:
         return PUBLISHED[model]
     if not (Path(model) / "config.json").is_file():
         raise ModelError(
-            explain("model", model, "a local Hugging Face folder or a published size", f"sizes: {', '.join(PUBLISHED)}")
+            "model", model, "a local Hugging Face folder or a published size", f"sizes: {', '.join(PUBLISHED)}"
         )
     return architecture_of(load_hf_config(model))
 
@@ -172,9 +172,7 @@ def read_model_args(file: Path) -> list[str]:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it sets none"])[-1]
         raise ConfigError(
-            explain(
-                "--model-args", str(file), f"a shell file that sets MODEL_ARGS ({why})", "see scripts/train/models/"
-            )
+            "--model-args", str(file), f"a shell file that sets MODEL_ARGS ({why})", "see scripts/train/models/"
         )
     return done.stdout.split("\0")[:-1]
 

@@ -31,7 +31,7 @@ from random import Random
 from typing import Any, Protocol
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ConfigError, DataError, explain
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.types import Message, Prompt
 
 EVALUATED_AS_CODE: Mapping[str, str] = {
@@ -95,7 +95,7 @@ class TaskSet:
 
     def __init__(self, specs: Sequence[TaskSpec], seed: int):
         if not specs:
-            raise ConfigError(explain("tasks", [], "at least one task", "name a family, e.g. chain_sum"))
+            raise ConfigError("tasks", [], "at least one task", "name a family, e.g. chain_sum")
         self.specs = tuple(specs)
         self.seed = seed
         self._families: tuple[Family, ...] = tuple(
@@ -160,12 +160,10 @@ class TaskSet:
             if prompt.prompt_id not in seen:
                 return prompt
         raise ConfigError(
-            explain(
-                f"tasks.{index}",
-                self.specs[index].family,
-                f"more distinct {side} prompts than the {len(seen)} found (one in {HELD_OUT_ONE_IN} prompts is held out)",
-                "lower eval.prompts, widen the family's config, or add lines to the file",
-            )
+            f"tasks.{index}",
+            self.specs[index].family,
+            f"more distinct {side} prompts than the {len(seen)} found (one in {HELD_OUT_ONE_IN} prompts is held out)",
+            "lower eval.prompts, widen the family's config, or add lines to the file",
         )
 
 
@@ -215,44 +213,31 @@ class _ReasoningGym:
         where, family = f"tasks.{self._index}", self._spec.family
         if family not in families:
             raise ConfigError(
-                explain(
-                    f"{where}.family",
-                    family,
-                    "`jsonl` or a reasoning-gym data set",
-                    _hint(family, [*families, "jsonl"]),
-                )
+                f"{where}.family", family, "`jsonl` or a reasoning-gym data set", _hint(family, [*families, "jsonl"])
             )
         if family in EVALUATED_AS_CODE:
             raise ConfigError(
-                explain(
-                    f"{where}.family",
-                    family,
-                    f"a data set whose scorer does not run a model's answer as Python; this one hands it to "
-                    f"{EVALUATED_AS_CODE[family]}",
-                    "choose another family, or give prompts and labels of your own by `jsonl`",
-                )
+                f"{where}.family",
+                family,
+                f"a data set whose scorer does not run a model's answer as Python; this one hands it to "
+                f"{EVALUATED_AS_CODE[family]}",
+                "choose another family, or give prompts and labels of your own by `jsonl`",
             )
         known = [f.name for f in dataclasses.fields(families[family][1]) if f.name not in ("seed", "size")]
         for name, value in self._spec.config.items():
             if name in ("seed", "size"):
-                raise ConfigError(
-                    explain(f"{where}.config.{name}", value, "no seed or size", "they follow from the run")
-                )
+                raise ConfigError(f"{where}.config.{name}", value, "no seed or size", "they follow from the run")
             if name not in known:
-                raise ConfigError(
-                    explain(f"{where}.config.{name}", value, f"a setting of {family}", _hint(name, known))
-                )
+                raise ConfigError(f"{where}.config.{name}", value, f"a setting of {family}", _hint(name, known))
         try:
             self._build(seed=0, size=1)[0]
         except Exception as error:  # data sets refuse their config by any exception, mostly AssertionError
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                explain(
-                    f"{where}.config",
-                    self._spec.config,
-                    f"a config that {family} accepts; it says {reason}",
-                    "change these settings of the data set",
-                )
+                f"{where}.config",
+                self._spec.config,
+                f"a config that {family} accepts; it says {reason}",
+                "change these settings of the data set",
             ) from error
 
 
@@ -301,14 +286,14 @@ def read_jsonl(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except FileNotFoundError:
-        raise DataError(explain("path", str(path), "an existing JSONL file", "check tasks.*.path")) from None
+        raise DataError("path", str(path), "an existing JSONL file", "check tasks.*.path") from None
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         expected = f"a readable UTF-8 text file ({why})"
-        raise DataError(explain("path", str(path), expected, "give a JSONL file, saved as UTF-8")) from None
+        raise DataError("path", str(path), expected, "give a JSONL file, saved as UTF-8") from None
     prompts = [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
-        raise DataError(explain("path", str(path), "at least one line", "add prompts to the file"))
+        raise DataError("path", str(path), "at least one line", "add prompts to the file")
     return prompts
 
 
@@ -318,26 +303,24 @@ def _parse_line(line: str, where: str) -> Prompt:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # no half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise DataError(explain(where, line[:80], f"one JSON object ({error})", example)) from None
+        raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict):
-        raise DataError(explain(where, line[:80], "a JSON object", example))
+        raise DataError(where, line[:80], "a JSON object", example)
     for key in row:
         if key not in ("prompt", "messages", "label", "task", "metadata"):
             known = ["prompt", "messages", "label", "task", "metadata"]
-            raise DataError(
-                explain(f"{where} key", key, "a known key", f"{_hint(key, known)} or put it under `metadata`")
-            )
+            raise DataError(f"{where} key", key, "a known key", f"{_hint(key, known)} or put it under `metadata`")
     if ("prompt" in row) == ("messages" in row):
-        raise DataError(explain(where, sorted(row), "either `prompt` or `messages`", example))
+        raise DataError(where, sorted(row), "either `prompt` or `messages`", example)
     key = "prompt" if "prompt" in row else "messages"
     label = row.get("label")
     if isinstance(label, bool) or not isinstance(label, (str, int, float)) or not str(label).strip():
-        raise DataError(explain(f"{where} label", label, "a non-empty string or a number", "add the right answer"))
+        raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
     task, metadata = row.get("task", "jsonl"), row.get("metadata", {})
     if not isinstance(task, str) or not task:
-        raise DataError(explain(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`"))
+        raise DataError(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`")
     if not isinstance(metadata, dict):
-        raise DataError(explain(f"{where} metadata", metadata, "an object", "leave it out if there is none"))
+        raise DataError(f"{where} metadata", metadata, "an object", "leave it out if there is none")
     messages = parse_messages(row[key], f"{where} {key}", may_be_text=key == "prompt")
     return _make_prompt(task, messages, str(label), metadata)
 
@@ -348,17 +331,13 @@ def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messag
         return (Message("user", value),)
     expected = "a non-empty string or a list of messages" if may_be_text else "a list of messages"
     if not isinstance(value, list) or not value:
-        raise DataError(explain(where, value, expected, 'e.g. [{"role": "user", "content": "2 + 2 ="}]'))
+        raise DataError(where, value, expected, 'e.g. [{"role": "user", "content": "2 + 2 ="}]')
     messages = []
     for i, turn in enumerate(value):
         if not isinstance(turn, dict) or set(turn) != {"role", "content"} or not isinstance(turn["content"], str):
-            raise DataError(
-                explain(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
-            )
+            raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
         if turn["role"] not in _ROLES:
-            raise DataError(
-                explain(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
-            )
+            raise DataError(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
         messages.append(Message(turn["role"], turn["content"]))
     return tuple(messages)
 

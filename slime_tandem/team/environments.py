@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ConfigError, DataError, EnvironmentTimeoutError, explain
+from slime_tandem.errors import ConfigError, DataError, EnvironmentTimeoutError
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
@@ -61,9 +61,7 @@ def find(name: str, where: str) -> Respond:
 
     def refusal(why: str) -> ConfigError:
         known = ", ".join(BUILT_IN)
-        return ConfigError(
-            explain(where, name, f"{known}, or module:function ({why})", "correct the name, or the import path")
-        )
+        return ConfigError(where, name, f"{known}, or module:function ({why})", "correct the name, or the import path")
 
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -170,19 +168,17 @@ class Environments:
             if limit.expired():
                 expected = f"an answer within engine.environment_timeout_s={self.timeout_s:g}"
                 remedy = "mend the function, raise the limit, or set sampling.on_failed_sample=drop_sample"
-                raise EnvironmentTimeoutError(explain(where, "none", expected, remedy)) from None
+                raise EnvironmentTimeoutError(where, "none", expected, remedy) from None
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(explain(where, why, "messages or None", "mend the function")) from error
+            raise DataError(where, why, "messages or None", "mend the function") from error
         if messages is None:
             return None
         if not isinstance(messages, Sequence) or not all(map(_is_message, messages)):
             raise DataError(
-                explain(
-                    where,
-                    messages,
-                    "a sequence of Message of the roles tool, user or system with text that UTF-8 can write, or None",
-                    "mend the function",
-                )
+                where,
+                messages,
+                "a sequence of Message of the roles tool, user or system with text that UTF-8 can write, or None",
+                "mend the function",
             )
         if not messages:
             return None

@@ -79,7 +79,7 @@ def rollout(
         scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
-        ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, str(a) if a else None)
+        ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, a)
         for s, r, a in zip(samples, rewards, scores, strict=True)
     ]
     return scored, {
@@ -97,7 +97,13 @@ def successful(
     failed = [s for s in written if isinstance(s, FailedSample)]
     if failed and (on_failed == "stop" or not samples):
         first = failed[0]
-        raise EngineError(f"{len(failed)} of {len(written)} samples could not be written; {first.key}: {first.reason}")
+        raise EngineError(
+            "samples that could not be written",
+            f"{len(failed)} of {len(written)}",
+            "none, or some with sampling.on_failed_sample=drop_sample",
+            "mend what the first one says",
+            f"{first.key}: {first.reason}",
+        )
     return samples
 
 

@@ -23,7 +23,7 @@ from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.errors import DataError, TeacherScoreError, explain
+from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.files import whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
@@ -73,7 +73,7 @@ def score_file(job: ScoreJob) -> ScoreResult:
     EngineError kinds."""
     if job.policy in ("proportional", "chain_rule"):
         raise DataError(
-            explain("--policy", job.policy, "strict or even: a file has no student log-probs", "choose one of these")
+            "--policy", job.policy, "strict or even: a file has no student log-probs", "choose one of these"
         )
     trust = job.trust_remote_code
     student = ModelTokenizer.load(resolve_model(job.student, job.cache_dir), trust_remote_code=trust)
@@ -158,14 +158,14 @@ def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, T
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise DataError(explain("FILE", str(path), f"a readable JSONL file ({why})", "check the path")) from None
+        raise DataError("FILE", str(path), f"a readable JSONL file ({why})", "check the path") from None
     number = 0
     for n, line in enumerate(lines, start=1):
         if line.strip():
             yield _parse(line, f"{path}:{n}", number, student)
             number += 1
     if not number:
-        raise DataError(explain("FILE", str(path), "at least one line", "add responses to the file"))
+        raise DataError("FILE", str(path), "at least one line", "add responses to the file")
 
 
 def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple[Any, TandemSample]:
@@ -174,23 +174,23 @@ def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise DataError(explain(where, line[:80], f"one JSON object ({error})", example)) from None
+        raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict) or not set(row) <= set(_KEYS):
         known = f"a JSON object with keys among {', '.join(_KEYS)}"
-        raise DataError(explain(where, line[:80], known, example))
+        raise DataError(where, line[:80], known, example)
     if ("prompt" in row) == ("messages" in row) or ("response" in row) == ("response_ids" in row):
         expected = "`prompt` or `messages`, and `response` or `response_ids`"
-        raise DataError(explain(where, sorted(row), expected, example))
+        raise DataError(where, sorted(row), expected, example)
     key = "prompt" if "prompt" in row else "messages"
     messages = parse_messages(row[key], f"{where} {key}", may_be_text=key == "prompt")
     if "response" in row:
         if not isinstance(row["response"], str):
-            raise DataError(explain(f"{where} response", row["response"], "a text", example))
+            raise DataError(f"{where} response", row["response"], "a text", example)
         ids = [*student.encode(row["response"]), student.end_of_turn]
     else:
         ids = row["response_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise DataError(explain(f"{where} response_ids", ids, "a list of token ids", "e.g. [1, 2, 3]"))
+            raise DataError(f"{where} response_ids", ids, "a list of token ids", "e.g. [1, 2, 3]")
     n = len(ids)
     prompt = Prompt(f"{where}", messages, None, "file")
     sample = TandemSample(

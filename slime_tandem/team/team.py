@@ -24,7 +24,7 @@ from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.sessions import SessionEngine
-from slime_tandem.errors import ConfigError, ModelError, TeacherScoreError, explain
+from slime_tandem.errors import ConfigError, ModelError, TeacherScoreError
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
@@ -56,24 +56,20 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
             for task in config.tasks:
                 if task.family != "jsonl" and task.family not in named:
                     raise ConfigError(
-                        explain(
-                            "opd.teachers",
-                            [spec.name for spec in opd.teachers],
-                            f"one for task {task.family!r}",
-                            "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
-                        )
+                        "opd.teachers",
+                        [spec.name for spec in opd.teachers],
+                        f"one for task {task.family!r}",
+                        "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
                     )
         families = {task.family for task in config.tasks}
         for spec in opd.teachers:
             strangers = sorted(set(spec.tasks or ()) - families)
             if strangers and "jsonl" not in families:  # the tags of a prompt file are its own
                 raise ConfigError(
-                    explain(
-                        f"opd.teachers, {spec.name}: tasks",
-                        strangers,
-                        f"families of this run's tasks ({', '.join(sorted(families))})",
-                        "correct the name, or leave it out",
-                    )
+                    f"opd.teachers, {spec.name}: tasks",
+                    strangers,
+                    f"families of this run's tasks ({', '.join(sorted(families))})",
+                    "correct the name, or leave it out",
                 )
         for family in sorted(families - {"jsonl"}):
             mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
@@ -84,12 +80,10 @@ def _teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
             ):
                 if len(mine) > 1 and value not in (usual, "full"):
                     raise ConfigError(
-                        explain(
-                            setting,
-                            value,
-                            f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
-                            f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
-                        )
+                        setting,
+                        value,
+                        f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
+                        f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
                     )
         return {f"teacher {spec.name}": spec for spec in opd.teachers}
     alone = TeacherSpec(
@@ -108,7 +102,7 @@ def _of_role(role: Role) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise type(error)(f"{'models.' if ' ' not in role else 'opd.teachers, '}{role}: {error}") from error
+        raise error.within(f"{'models.' if ' ' not in role else 'opd.teachers, '}{role}") from error
 
 
 def most_tokens(setting: int | Literal["auto"] | None, responses: int) -> int | None:
@@ -161,9 +155,7 @@ class Team:
             for setting, k in (("top_k", config.opd.top_k), ("selection.top_k", config.opd.selection.top_k)):
                 if k > most:  # the defaults are within any vocabulary
                     raise ConfigError(
-                        explain(
-                            f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
-                        )
+                        f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
                     )
         self.spellers = None
         if tandem.enabled and tandem.junior_tokenizer == "same":
@@ -297,17 +289,13 @@ class Team:
             return None
         value = os.environ.get(name)
         if not value:
-            raise ConfigError(
-                explain("engine.api_key_env", name, "an environment variable that is set", f"export {name}")
-            )
+            raise ConfigError("engine.api_key_env", name, "an environment variable that is set", f"export {name}")
         if not (value.isascii() and value.isprintable()) or " " in value:
             raise ConfigError(
-                explain(
-                    f"the variable {name} of engine.api_key_env",
-                    "(not shown)",
-                    "a key of printable ASCII without blanks",
-                    "export it without a line end",
-                )
+                f"the variable {name} of engine.api_key_env",
+                "(not shown)",
+                "a key of printable ASCII without blanks",
+                "export it without a line end",
             )
         return value
 

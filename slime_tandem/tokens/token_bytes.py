@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.types import IntArray
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -239,7 +239,7 @@ def build_token_bytes(tokenizer: Any, eos_ids: frozenset[int]) -> TokenBytes:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     name = str(getattr(tokenizer, "name_or_path", "tokenizer"))
     if backend is None:
-        raise ModelError(explain("tokenizer", name, "a fast tokenizer (tokenizer.json)", "save the model with one"))
+        raise ModelError("tokenizer", name, "a fast tokenizer (tokenizer.json)", "save the model with one")
     spec = json.loads(backend.to_str())
     decode = _piece_decoder(spec, name)
     added = {int(t["id"]): t for t in spec["added_tokens"]}
@@ -276,12 +276,10 @@ def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], n
         if got != want:
             at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
             raise ModelError(
-                explain(
-                    "tokenizer",
-                    name,
-                    f"ids whose bytes give the encoded text back (differs at byte {at})",
-                    "this tokenizer normalises or inserts text; use one without, it cannot be aligned byte by byte",
-                )
+                "tokenizer",
+                name,
+                f"ids whose bytes give the encoded text back (differs at byte {at})",
+                "this tokenizer normalises or inserts text; use one without, it cannot be aligned byte by byte",
             )
     return replace(tokens, inserts_leading_space=space, normalises="NFC" if normalises else None)
 
@@ -324,12 +322,10 @@ def _piece_decoder(spec: dict[str, Any], name: str) -> Callable[[str], bytes]:
     if spec["model"]["type"] == "BPE" and "ByteFallback" in kinds:
         return sentence_piece
     raise ModelError(
-        explain(
-            "tokenizer",
-            name,
-            "byte-level BPE or BPE with byte fallback",
-            f"model type {spec['model']['type']!r} with decoder {sorted(map(str, kinds))} has no exact bytes per id",
-        )
+        "tokenizer",
+        name,
+        "byte-level BPE or BPE with byte fallback",
+        f"model type {spec['model']['type']!r} with decoder {sorted(map(str, kinds))} has no exact bytes per id",
     )
 
 

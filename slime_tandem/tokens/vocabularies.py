@@ -12,7 +12,7 @@ import binascii
 import json
 from collections.abc import Iterator, Mapping
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.tokens.token_bytes import TokenBytes, make_token_bytes, sentence_piece
 
 # What Tekken files up to version v7 leave out (mistral-common, tokens/tokenizers/tekken.py: DEPRECATED_SPECIAL_TOKENS).
@@ -27,7 +27,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 def _refuse(value: object, expected: str, remedy: str) -> ModelError:
-    return ModelError(explain("vocabulary file", value, expected, remedy))
+    return ModelError("vocabulary file", value, expected, remedy)
 
 
 def parse_tiktoken(data: bytes, special: Mapping[str, int], eos_ids: frozenset[int]) -> TokenBytes:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from slime_tandem.config import SamplingConfig
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.objective.truncation import KeptIds, Replay, Truncation
 from slime_tandem.training.rows import Sequenced
 
@@ -32,11 +32,9 @@ def replay_of(sampling: SamplingConfig, micro: Sequence[Sequenced], device: torc
     for row in micro:
         if len(row.kept_ids) != row.response_length:
             raise DataError(
-                explain(
-                    "kept_ids of a sample",
-                    f"{len(row.kept_ids)} lists",
-                    f"{row.response_length}, one per response token",
-                    "write the samples with sampling.truncation_replay=kept_ids, or train with recompute",
-                )
+                "kept_ids of a sample",
+                f"{len(row.kept_ids)} lists",
+                f"{row.response_length}, one per response token",
+                "write the samples with sampling.truncation_replay=kept_ids, or train with recompute",
             )
     return Replay(cut, kept=KeptIds.of([ids for row in micro for ids in row.kept_ids], device))

@@ -13,7 +13,7 @@ import numpy as np
 
 from slime_tandem.config import OpdConfig, RunConfig, SelectionRules
 from slime_tandem.distill.opd_mask import OPD_MASK_METRICS, opd_mask
-from slime_tandem.errors import DataError, TeacherScoreError, explain
+from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.kl import sampled_kl
 from slime_tandem.types import SENIOR, AlignedScores, BoolArray, Candidates, FloatArray, ScoredSample, TandemSample
@@ -95,8 +95,8 @@ def build_rows(
         if config.opd.enabled and teacher is None:
             failed += 1
             if config.opd.on_failed_sample == "stop":
-                raise TeacherScoreError(
-                    scored.teacher_error or explain("teacher answer", None, "scores for every sample", "see its log")
+                raise scored.teacher_error or TeacherScoreError(
+                    "teacher answer", None, "scores for every sample", "see its log"
                 )
             if config.opd.on_failed_sample == "drop_sample":
                 continue
@@ -166,12 +166,10 @@ def _old_log_probs(sample: TandemSample, junior_weight: float) -> FloatArray:
     """The old policy of the ratio: the senior's log-probs, also on junior tokens as soon as these carry weight."""
     if junior_weight > 0 and not sample.senior_log_probs and sample.junior_tokens:
         raise DataError(
-            explain(
-                f"TandemSample.senior_log_probs of {sample.key}",
-                "none",
-                f"one per token, because tandem.junior_token_loss_weight={junior_weight:g}",
-                "write the samples with score_junior",
-            )
+            f"TandemSample.senior_log_probs of {sample.key}",
+            "none",
+            f"one per token, because tandem.junior_token_loss_weight={junior_weight:g}",
+            "write the samples with score_junior",
         )
     values = sample.senior_log_probs if junior_weight > 0 and sample.senior_log_probs else sample.log_probs
     return np.asarray(values, dtype=np.float64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError, TandemError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.kl import above_guard, adapted_coef, left_target
@@ -72,7 +72,7 @@ class Trainer:
         DataError for no rows, TandemError if the KL leaves its target and `objective.kl_guard` is stop.
         """
         if not rows:
-            raise DataError(explain("rows of an update", 0, "at least one", "keep a sample, or leave the update out"))
+            raise DataError("rows of an update", 0, "at least one", "keep a sample, or leave the update out")
         objective = self.config.objective
         rows, masked = self._with_own_log_probs(rows)
         steps: list[dict[str, float]] = []
@@ -88,7 +88,7 @@ class Trainer:
             over = above_guard(step["kl"], objective)
             guarded += over
             if over and objective.kl_guard == "stop":
-                raise TandemError(left_target(step["kl"], objective))
+                raise left_target(step["kl"], objective)
             if any(v.numel() for v in values):  # an update without a weighted token tells nothing of the KL
                 self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
             if over and objective.kl_guard == "skip_updates":

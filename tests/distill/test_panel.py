@@ -191,9 +191,9 @@ def test_a_fault_in_the_prompt_part_does_not_matter() -> None:
 def test_an_unreachable_teacher_is_not_a_faulty_sample() -> None:
     class Down(ScriptedTeacher):
         async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-            raise EngineUnavailableError("teacher is down")
+            raise EngineUnavailableError("teacher", "down", "an answer", "start it")
 
-    with pytest.raises(EngineUnavailableError, match="teacher is down"):
+    with pytest.raises(EngineUnavailableError, match="teacher='down'"):
         score(make_teacher(Down()), [sample(0, [2])])
 
 

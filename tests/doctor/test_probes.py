@@ -12,7 +12,7 @@ import torch
 from slime_tandem.config import ObjectiveConfig, RunConfig
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, attempt
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.training.rows import TrainRow
 
@@ -163,7 +163,7 @@ def test_length() -> None:
 
 def test_an_error_with_a_remedy_is_a_finding() -> None:
     def broken() -> Finding:
-        raise ModelError(explain("models.junior", "x", "the senior's tokenizer", "use another"))
+        raise ModelError("models.junior", "x", "the senior's tokenizer", "use another")
 
     finding = attempt("tokenizer", broken)
     assert finding == Finding(

@@ -21,7 +21,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
-from slime_tandem.rollout.boundaries import read_boundaries, write_boundaries
+from slime_tandem.rollout.boundaries import BoundaryRecord
 
 BASE: dict[str, Any] = {
     "name": "r",
@@ -145,7 +145,9 @@ def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
         rewards = rows(arm / "rewards.jsonl")
         assert [(r["step"], r["task"], sum(r["counts"])) for r in rewards] == [(i, "chain_sum", 6) for i in range(4)]
     assert (uninterrupted / "report.html").stat().st_size > 1000
-    assert read_boundaries(uninterrupted / "boundaries.json").ids, "enough to recompute who wrote what"
+    assert BoundaryRecord.from_json((uninterrupted / "boundaries.json").read_text()).ids, (
+        "enough to recompute who wrote what"
+    )
     assert RunConfig.load(uninterrupted / "config.yaml").train.steps == 4
     run, control = rows(uninterrupted / "metrics.jsonl"), rows(uninterrupted / "control" / "metrics.jsonl")
     for row in run:
@@ -598,7 +600,8 @@ def test_resuming_with_other_settings_is_refused(trio, uninterrupted: Path) -> N
 
 def test_resuming_where_runs_would_end_elsewhere_is_refused(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     copy = Path(shutil.copytree(uninterrupted, tmp_path / "r"))
-    record = read_boundaries(copy / "boundaries.json")
-    write_boundaries(copy / "boundaries.json", dataclasses.replace(record, ids=record.ids - {min(record.ids)}))
+    path = copy / "boundaries.json"
+    record = BoundaryRecord.from_json(path.read_text())
+    path.write_text(dataclasses.replace(record, ids=record.ids - {min(record.ids)}).to_json())
     with pytest.raises(RunDirError, match=r"boundaries of the run.*resume with the models"):
         train(RunConfig.from_mapping(settings(trio, tmp_path)), resume=True)

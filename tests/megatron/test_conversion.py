@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem import cli
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.megatron import conversion
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
@@ -363,7 +364,7 @@ def doctored(folder: Path, change: Callable[[Any], None]) -> None:
 
 def test_what_a_training_run_adds_is_left_out_by_name(make: Make, tmp_path: Path) -> None:
     hf, said = make(), []
-    MegatronPolicy.from_hf(hf, cli.RunConfig().optimizer).save_checkpoint(tmp_path / "iter_0000007", {})
+    MegatronPolicy.from_hf(hf, RunConfig().optimizer).save_checkpoint(tmp_path / "iter_0000007", {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     doctored(
         tmp_path / "iter_0000007",

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,10 +19,8 @@ from slime_tandem.rollout.boundaries import (
     PUNCTUATION,
     BoundaryRecord,
     boundary_ids,
-    read_boundaries,
     resolve_boundaries,
     stop_regex,
-    write_boundaries,
 )
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 
@@ -182,16 +179,15 @@ TOKENS = TokenBytes(tuple(TABLE), frozenset(SPECIAL), frozenset(SPECIAL))
     ],
 )
 def test_the_record_says_what_was_resolved_and_how(
-    tmp_path: Path, config: TandemConfig, source: str, classes: tuple[str, ...], ids: set[int]
+    config: TandemConfig, source: str, classes: tuple[str, ...], ids: set[int]
 ) -> None:
     record = BoundaryRecord.resolve(config, TOKENS)
     assert (record.source, record.classes, record.ids) == (source, classes, ids)
     assert (record.strategy, record.vocab_size) == (config.selection_strategy, 13)
     assert record.fingerprint == TOKENS.fingerprint
-    path = tmp_path / "boundaries.json"
-    write_boundaries(path, record)
-    assert read_boundaries(path) == record
-    assert json.loads(path.read_text())["count"] == len(ids)
+    text = record.to_json()
+    assert BoundaryRecord.from_json(text) == record
+    assert json.loads(text)["count"] == len(ids)
 
 
 @given(ids=st.frozensets(st.integers(0, 40)))
@@ -213,18 +209,13 @@ def test_stretches_are_written_short() -> None:
         {"fingerprint": "ab"}, {"vocab_size": 2}, {"vocab_size": None},
     ],
 )  # fmt: skip
-def test_an_altered_record_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    path = tmp_path / "boundaries.json"
+def test_an_altered_record_is_refused(change: dict[str, object]) -> None:
     tree = json.loads(BoundaryRecord.resolve(TandemConfig(), TOKENS).to_json())
-    path.write_text(json.dumps(tree | change))
-    with pytest.raises(DataError, match=re.escape(str(path))):
-        read_boundaries(path)
+    with pytest.raises(DataError, match=r"run/boundaries\.json"):
+        BoundaryRecord.from_json(json.dumps(tree | change), "run/boundaries.json")
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "null", "{}"])
-def test_no_record_is_refused(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "boundaries.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(DataError, match=re.escape(str(path))):
-        read_boundaries(path)
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "{}"])
+def test_no_record_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match=r"run/boundaries\.json"):
+        BoundaryRecord.from_json(text, "run/boundaries.json")

@@ -20,8 +20,9 @@ from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.junior_text import JuniorText, Speller
+from slime_tandem.rollout.junior_text import JuniorText
 from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey
 

@@ -17,7 +17,8 @@ from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.rollout.boundaries import PUNCTUATION, BoundaryRecord, boundary_ids, resolve_boundaries, stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key
-from slime_tandem.rollout.junior_text import JuniorText, Speller
+from slime_tandem.rollout.junior_text import JuniorText
+from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import encode_exact
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 

@@ -329,7 +329,7 @@ def both_drivers(who: dict[int, ScriptedEngine], rule: HandoffRule, **kwargs: ob
         written = lockstep([writer(SampleKey(0, 0, i), rule) for i in range(3)], who, **kwargs)
         for sample in written:
             if isinstance(sample, FailedSample):
-                raise EngineError(sample.reason)
+                raise EngineError("sample", sample.reason, "none failed", "read it")
         return written
 
     return [lambda: one(writer(SampleKey(0, 0, 0), rule), who, **kwargs), in_lockstep]
@@ -387,7 +387,7 @@ def test_a_failing_engine_surfaces_as_its_own_error(failing: tuple[int, ...]) ->
 
     class Down(ScriptedEngine):
         async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-            raise EngineUnavailableError(f"engine {self.role} is down")
+            raise EngineUnavailableError(f"engine {self.role}", "down", "an answer", "start it")
 
     class Slow(ScriptedEngine):
         async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
@@ -401,7 +401,7 @@ def test_a_failing_engine_surfaces_as_its_own_error(failing: tuple[int, ...]) ->
     who = {role: (Down if role in failing else Slow)(role) for role in (SENIOR, JUNIOR)}
     writers = [writer(SampleKey(0, 0, i), rule) for i in range(16)]
     assert {w.next_request()[0] for w in writers} == {SENIOR, JUNIOR}
-    with pytest.raises(EngineUnavailableError, match="is down"):
+    with pytest.raises(EngineUnavailableError, match="='down'"):
         lockstep(writers, who)
     assert cancelled == [role for role in (SENIOR, JUNIOR) if role not in failing]
 
@@ -632,7 +632,7 @@ class Picky(ScriptedEngine):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         if any(r.rid.startswith(self.bad) for r in requests):
-            raise EngineRejectedError(f"{requests[0].rid}: input too long")
+            raise EngineRejectedError(requests[0].rid, "input too long", "less", "shorten it")
         return await super().generate(requests)
 
 

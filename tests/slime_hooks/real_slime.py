@@ -272,7 +272,7 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     c = config(*overrides)
     if "failed" in words:
         for s in (made[1], made[4]):
-            wire.put_scores(s, TeacherScoreError("no answer"))
+            wire.put_scores(s, TeacherScoreError("teacher", "no answer", "one", "ask again"))
     kept = [s for s in made if "drop_sample" not in words or wire.scores_of(s)[0] is not None]
     rows, _ = build_rows([hooks._scored(s, None, c) for s in made], c)
     indices = [s.index for s in kept]

@@ -123,7 +123,7 @@ def test_an_aborted_sample_is_gone_on_with_where_it_stopped(sample_class: Any, s
 
 class Refusing:
     async def generate(self, requests: Any) -> Any:
-        raise EngineRejectedError("no")
+        raise EngineRejectedError("request", "no", "yes", "change it")
 
 
 def test_a_sample_that_cannot_be_written_stops_the_rollout_or_is_left_out(sample_class: Any) -> None:
@@ -167,7 +167,7 @@ def scored_sample(sample_class: Any, index: int, group: int, reward: float, *, f
         rollout_log_probs=[-0.1 * (i + 1) - index for i in range(R)], loss_mask=[1, 0, 1],
     )  # fmt: skip
     if failed:
-        wire.put_scores(sample, TeacherScoreError("no answer"))
+        wire.put_scores(sample, TeacherScoreError("teacher", "no answer", "one", "ask again"))
     else:
         mask = np.array([True, True, False])
         wire.put_scores(sample, AlignedScores(np.where(mask, -0.2 * index, 0.0), mask, {"boundary": 1}))

@@ -31,7 +31,7 @@ class Client:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         if self.url in self.dead:
-            raise EngineUnavailableError(self.url)
+            raise EngineUnavailableError("server", self.url, "an answer", "start it")
         self.asked += 1
         return [GenerateResult(r.rid, (1,), (-1.0,), "stop", self.url) for r in requests]
 

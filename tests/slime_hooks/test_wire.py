@@ -218,8 +218,11 @@ def test_scores_come_back_without_their_alignment(sample_class: Any) -> None:
     assert found.candidates.ids.tolist() == [[1], [-1]]
     assert found.lists.teacher_ids.tolist() == [[1], [3]]
     assert found.lists.teacher_on_student is None
-    wire.put_scores(sample, TeacherScoreError("short answer"))
-    assert wire.scores_of(sample) == (None, "short answer")
+    wire.put_scores(sample, TeacherScoreError("teacher", "short answer", "a whole one", "ask again"))
+    scores, error = wire.scores_of(sample)
+    assert scores is None
+    assert error is not None
+    assert (error.field, error.value, error.remedy) == ("teacher", "short answer", "ask again")
 
 
 def test_a_failed_sample_has_one_token_that_counts_nowhere(sample_class: Any) -> None:

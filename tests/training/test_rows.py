@@ -38,7 +38,12 @@ def scored(
     )
     aligned = np.arange(R) != 2
     scores = AlignedScores(np.where(aligned, -0.25, 0.0), aligned, {"boundary": int((~aligned).sum())})
-    return ScoredSample(sample, reward, scores if teacher else None, None if teacher else "teacher answer=None")
+    return ScoredSample(
+        sample,
+        reward,
+        scores if teacher else None,
+        None if teacher else TeacherScoreError("teacher answer", None, "one", "see its log"),
+    )
 
 
 def config(*overrides: str) -> RunConfig:

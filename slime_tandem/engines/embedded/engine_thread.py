@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
-from slime_tandem.errors import EngineUnavailableError, TandemError, explain
+from slime_tandem.errors import EngineUnavailableError, TandemError
 
 
 class _Unit:
@@ -184,4 +184,4 @@ class EngineThread:
 
 
 def _shutting_down() -> EngineUnavailableError:
-    return EngineUnavailableError(explain("server", "stopping", "a running server", "send the request again"))
+    return EngineUnavailableError("server", "stopping", "a running server", "send the request again")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 from slime_tandem.types import IntArray
 
 ATTENTION = "slime_tandem_slots"
@@ -112,21 +112,17 @@ class KVModel:
             getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         ):
             raise ModelError(
-                explain(
-                    "config.layer_types",
-                    sorted(kinds),
-                    "full attention in every layer, without a sliding window",
-                    "serve this model with SGLang",
-                )
+                "config.layer_types",
+                sorted(kinds),
+                "full attention in every layer, without a sliding window",
+                "serve this model with SGLang",
             )
         if getattr(config, "attn_logit_softcapping", None):
             raise ModelError(
-                explain(
-                    "config.attn_logit_softcapping",
-                    config.attn_logit_softcapping,
-                    "attention without soft-capping",
-                    "serve this model with SGLang",
-                )
+                "config.attn_logit_softcapping",
+                config.attn_logit_softcapping,
+                "attention without soft-capping",
+                "serve this model with SGLang",
             )
         from transformers import AttentionInterface
 
@@ -141,27 +137,23 @@ class KVModel:
                 model(input_ids=ids, position_ids=torch.arange(8).unsqueeze(0), use_cache=False, tandem_step=probe)
             except Exception as error:
                 raise ModelError(
-                    explain(
-                        "config.model_type",
-                        config.model_type,
-                        f"an architecture that uses transformers' AttentionInterface ({type(error).__name__}: {error})",
-                        "serve this model with SGLang",
-                    )
+                    "config.model_type",
+                    config.model_type,
+                    f"an architecture that uses transformers' AttentionInterface ({type(error).__name__}: {error})",
+                    "serve this model with SGLang",
                 ) from error
         shapes = set(probe.layers.values())
         if len(shapes) != 1 or sorted(probe.layers) != list(range(config.num_hidden_layers)):
             raise ModelError(
-                explain(
-                    "config.model_type",
-                    config.model_type,
-                    f"attention layers 0..{config.num_hidden_layers - 1} with equal heads, got {sorted(map(str, shapes))}",
-                    "serve this model with SGLang",
-                )
+                "config.model_type",
+                config.model_type,
+                f"attention layers 0..{config.num_hidden_layers - 1} with equal heads, got {sorted(map(str, shapes))}",
+                "serve this model with SGLang",
             )
         kv_heads, head_dim, value_dim, dtype = shapes.pop()
         if head_dim != value_dim:
             raise ModelError(
-                explain("config.model_type", config.model_type, "keys and values of equal size", "serve it with SGLang")
+                "config.model_type", config.model_type, "keys and values of equal size", "serve it with SGLang"
             )
         self.model = model
         self.layers, self.kv_heads, self.head_dim, self.dtype = len(probe.layers), kv_heads, head_dim, dtype
@@ -184,12 +176,10 @@ class KVModel:
         error = float((torch.log_softmax(torch.cat(parts), dim=-1) - self._reference).abs().max())
         if not error <= _PROBE_TOLERANCE[self.dtype]:
             raise ModelError(
-                explain(
-                    "config.model_type",
-                    self.model.config.model_type,
-                    f"log-probs equal to transformers' own attention, but they differ by {error:.3g}",
-                    "serve this model with SGLang",
-                )
+                "config.model_type",
+                self.model.config.model_type,
+                f"log-probs equal to transformers' own attention, but they differ by {error:.3g}",
+                "serve this model with SGLang",
             )
 
     def swap(self, model: Any) -> None:
@@ -201,18 +191,14 @@ class KVModel:
             if type(model) is not type(old_model) or old_shapes != new_shapes:
                 differing = sorted(k for k in old_shapes | new_shapes if old_shapes.get(k) != new_shapes.get(k))
                 raise ModelError(
-                    explain(
-                        "model_path",
-                        type(model).__name__,
-                        f"a {type(old_model).__name__} with the served model's shapes; differing: {differing[:3]}",
-                        "send weights of the served model",
-                    )
+                    "model_path",
+                    type(model).__name__,
+                    f"a {type(old_model).__name__} with the served model's shapes; differing: {differing[:3]}",
+                    "send weights of the served model",
                 )
             broken = next((k for k, v in model.state_dict().items() if not torch.isfinite(v).all()), None)
             if broken is not None:
-                raise ModelError(
-                    explain("model_path", broken, "finite weights", "look for NaN or inf in the trainer's step")
-                )
+                raise ModelError("model_path", broken, "finite weights", "look for NaN or inf in the trainer's step")
             self._take(model)
             self._verify()
         except BaseException:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from slime_tandem.engines.embedded.runner import Candidates, Job, Output
-from slime_tandem.errors import DataError, explain
+from slime_tandem.errors import DataError
 from slime_tandem.types import BoolArray, IntArray
 
 _FIELDS = {
@@ -43,7 +43,7 @@ _GREEDY_BELOW = 1e-6
 def refuse(name: str, value: object, expected: str, remedy: str = "correct the request") -> DataError:
     """The error for a bad field; long values are cut."""
     shown = repr(value)
-    return DataError(explain(name, value if len(shown) <= 80 else shown[:77] + "...", expected, remedy))
+    return DataError(name, value if len(shown) <= 80 else shown[:77] + "...", expected, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from aiohttp import web
 from slime_tandem.engines.embedded.engine_thread import EngineThread
 from slime_tandem.engines.embedded.native_api import RequestParser, ServedModel, Sessions, answers, refuse
 from slime_tandem.engines.embedded.runner import Runner
-from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError, explain
+from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError
 from slime_tandem.models.hf import check_model_folder, load_model, load_tokenizer
 
 _MAX_BODY_BYTES = 2**30
@@ -220,12 +220,10 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
-                explain(
-                    "port", port, f"a free port on {host}", "stop the other process, or choose another port (0: any)"
-                )
+                "port", port, f"a free port on {host}", "stop the other process, or choose another port (0: any)"
             ) from None
         raise EngineUnavailableError(
-            explain("host", f"{host}:{port}", f"an address to bind to ({error.strerror})", "check host and port")
+            "host", f"{host}:{port}", f"an address to bind to ({error.strerror})", "check host and port"
         ) from None
     return sock
 
@@ -257,7 +255,7 @@ def serve(
         ("port", port, 0, 65535),
     ):
         if not low <= value <= high:
-            raise DataError(explain(name, value, f"at least {low} and at most {high}", "choose another value"))
+            raise DataError(name, value, f"at least {low} and at most {high}", "choose another value")
     check_model_folder(model)
     sock = _listen(host, port)
     try:
@@ -289,7 +287,7 @@ def serve(
             if "memory" not in str(error) and not isinstance(error, MemoryError):
                 raise
             expected = "a KV cache that fits into this machine's memory"
-            raise DataError(explain("cache_tokens", cache_tokens, expected, "lower it")) from error
+            raise DataError("cache_tokens", cache_tokens, expected, "lower it") from error
         max_tokens = min(runner.kv.context_length, cache_tokens)
         facts = served_model(hf_model, tokenizer, max_tokens, runner.kv.vocab_size)
         runner_box.append(facts)
@@ -347,7 +345,7 @@ async def _run(
         await app_runner.cleanup()
     if died.is_set():
         raise EngineUnavailableError(
-            explain("engine thread", "dead", "a running engine", "read the traceback above and restart the server")
+            "engine thread", "dead", "a running engine", "read the traceback above and restart the server"
         )
 
 
@@ -378,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.api_key_env is not None:
             api_key = os.environ.get(args.api_key_env)
             if not api_key:
-                raise DataError(explain("--api-key-env", args.api_key_env, "a variable that is set", "export it"))
+                raise DataError("--api-key-env", args.api_key_env, "a variable that is set", "export it")
         serve(
             args.model,
             host=args.host,

@@ -22,7 +22,7 @@ from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
 from slime_tandem.engines.processes import ChildServer
 from slime_tandem.engines.sglang import free_port
-from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import weight_names
 
 PYTHON_ENV = "SLIME_TANDEM_SGLANG_PYTHON"
@@ -47,12 +47,10 @@ def sglang_python(value: str | None = None) -> str:
     python = value or os.environ.get(PYTHON_ENV)
     if not python or not os.access(python, os.X_OK):
         raise ConfigError(
-            explain(
-                "--sglang-python",
-                python,
-                f"the Python of an environment with SGLang {' or '.join(KNOWN_VERSIONS)}",
-                f"pass --sglang-python or export {PYTHON_ENV}; docs/fused.md says how to make one",
-            )
+            "--sglang-python",
+            python,
+            f"the Python of an environment with SGLang {' or '.join(KNOWN_VERSIONS)}",
+            f"pass --sglang-python or export {PYTHON_ENV}; docs/fused.md says how to make one",
         )
     return python
 
@@ -66,18 +64,16 @@ def preflight(python: str, *, allow_unknown_version: bool = False) -> dict[str, 
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         raise ConfigError(
-            explain("--sglang-python", python, "a Python with torch", done.stderr.strip()[-300:] or "check the path")
+            "--sglang-python", python, "a Python with torch", done.stderr.strip()[-300:] or "check the path"
         ) from None
     if found["version"] is None:
-        raise ConfigError(explain("--sglang-python", python, "a Python with SGLang", "install it (docs/fused.md)"))
+        raise ConfigError("--sglang-python", python, "a Python with SGLang", "install it (docs/fused.md)")
     if found["version"] not in KNOWN_VERSIONS and not allow_unknown_version:
         raise ConfigError(
-            explain(
-                "SGLang version",
-                found["version"],
-                f"one of {', '.join(KNOWN_VERSIONS)}, on which the tests pass",
-                "install one of these, or pass --allow-unknown-version",
-            )
+            "SGLang version",
+            found["version"],
+            f"one of {', '.join(KNOWN_VERSIONS)}, on which the tests pass",
+            "install one of these, or pass --allow-unknown-version",
         )
     return found
 
@@ -91,7 +87,7 @@ def write_tables(path: Path, tables: Collection[frozenset[int]], vocab_size: int
     for row, ids in zip(rows[1:], tables, strict=True):
         wrong = sorted(i for i in ids if not 0 <= i < vocab_size)[:5]
         if wrong:
-            raise ConfigError(explain("boundary ids", wrong, f"ids in [0, {vocab_size})", "correct the list"))
+            raise ConfigError("boundary ids", wrong, f"ids in [0, {vocab_size})", "correct the list")
         row[list(ids)] = True
     data = io.BytesIO()
     np.save(data, rows, allow_pickle=False)
@@ -104,9 +100,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(explain("model", str(folder), "a folder with a readable config.json", str(error))) from None
+        raise ModelError("model", str(folder), "a folder with a readable config.json", str(error)) from None
     if not isinstance(config, dict):
-        raise ModelError(explain("model", str(folder), "an object in config.json", "save the model again"))
+        raise ModelError("model", str(folder), "an object in config.json", "save the model again")
     return config
 
 
@@ -188,7 +184,7 @@ def slime_settings(
         digest = write_tables(file.with_suffix(".tmp"), tables, configs[0]["vocab_size"])
         os.replace(file.with_suffix(".tmp"), file)
     except OSError as error:
-        raise ConfigError(explain("folder of the tables", str(folder), "a folder to write to", str(error))) from None
+        raise ConfigError("folder of the tables", str(folder), "a folder to write to", str(error)) from None
     override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
     own, flags = slime_sizes(*configs)
     told = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]

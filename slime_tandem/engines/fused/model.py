@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from slime_tandem.engines.fused import internals, pair, prefill_graph, report
 from slime_tandem.engines.fused.state import Authors
-from slime_tandem.errors import ConfigError, ModelError, explain
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import hf_weight_files, weight_names
 
 internals.require()
@@ -210,12 +210,10 @@ def _filled(role: str, parameters: dict[str, torch.nn.Parameter]) -> Iterator[No
     empty = [name for name, parameter in plain.items() if parameter.data.isnan().any()]
     if empty:
         raise ModelError(
-            explain(
-                f"weights of the {role}",
-                f"{len(empty)} missing or NaN: {', '.join(empty[:3])}",
-                "a finite value for every parameter",
-                "fetch or save the model anew",
-            )
+            f"weights of the {role}",
+            f"{len(empty)} missing or NaN: {', '.join(empty[:3])}",
+            "a finite value for every parameter",
+            "fetch or save the model anew",
         )
 
 
@@ -279,15 +277,11 @@ def load_tables(tandem: dict[str, Any], vocab_size: int) -> torch.Tensor:
     path = tandem["tables"]
     data = Path(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != tandem["tables_sha256"]:
-        raise ConfigError(
-            explain("tandem.tables", path, "the file whose SHA-256 the launcher passed", "restart the server")
-        )
+        raise ConfigError("tandem.tables", path, "the file whose SHA-256 the launcher passed", "restart the server")
     tables = np.load(io.BytesIO(data), allow_pickle=False)
     if tables.dtype != np.bool_ or tables.ndim != 2 or tables.shape[1] > vocab_size or tables[:1].any():
         raise ConfigError(
-            explain(
-                "tandem.tables", f"{tables.dtype} {tables.shape}", f"bool rows of at most {vocab_size} ids", "restart"
-            )
+            "tandem.tables", f"{tables.dtype} {tables.shape}", f"bool rows of at most {vocab_size} ids", "restart"
         )
     padded = np.zeros((tables.shape[0], vocab_size), np.bool_)
     padded[:, : tables.shape[1]] = tables
@@ -326,4 +320,4 @@ def refuse_unsupported(args: Any) -> None:
             )
         )
     if faults:
-        raise ConfigError("; ".join(explain(*fault) for fault in faults))
+        raise ConfigError.gather([ConfigError(*fault) for fault in faults])

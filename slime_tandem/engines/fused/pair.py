@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime_tandem.errors import ModelError, explain
+from slime_tandem.errors import ModelError
 
 ARCHITECTURES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
 """`model_type` -> first part of the class names, here and in SGLang."""
@@ -42,24 +42,24 @@ def _context(config: Mapping[str, Any]) -> int | None:
     return None if positions is None else int(positions * (rope.get("factor", 1) if stretched else 1))
 
 
-def _damages(role: str, config: Mapping[str, Any]) -> list[str]:
+def _damages(role: str, config: Mapping[str, Any]) -> list[ModelError]:
     """What is missing or no count among the sizes by which the engine is laid out."""
     names = ["vocab_size", "num_hidden_layers", "num_attention_heads"]
     names += [n for n in ("num_key_value_heads", "head_dim", "max_position_embeddings") if config.get(n) is not None]
     names += [] if config.get("head_dim") else ["hidden_size"]
     faults = [
-        explain(f"{role}.{name}", config.get(name), "a whole number above 0 in config.json", "save the model again")
+        ModelError(f"{role}.{name}", config.get(name), "a whole number above 0 in config.json", "save the model again")
         for name in names
         if type(config.get(name)) is not int or config[name] < 1
     ]
     faults += [
-        explain(f"{role}.{name}", config[name], "an object or null in config.json", "save the model again")
+        ModelError(f"{role}.{name}", config[name], "an object or null in config.json", "save the model again")
         for name in ("rope_scaling", "rope_parameters")
         if config.get(name) is not None and not isinstance(config[name], Mapping)
     ]
     if not faults and config["num_attention_heads"] % kv_heads(config):
         heads = f"{config['num_attention_heads']} for {kv_heads(config)} KV heads"
-        faults.append(explain(f"{role}.num_attention_heads", heads, "a multiple", "save the model again"))
+        faults.append(ModelError(f"{role}.num_attention_heads", heads, "a multiple", "save the model again"))
     return faults
 
 
@@ -72,18 +72,20 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
     faults = []
     kind = senior.get("model_type")
     if kind not in ARCHITECTURES:
-        faults.append(explain("senior.model_type", kind, f"one of {sorted(ARCHITECTURES)}", "use two servers"))
+        faults.append(ModelError("senior.model_type", kind, f"one of {sorted(ARCHITECTURES)}", "use two servers"))
     elif junior.get("model_type") != kind:
         faults.append(
-            explain("junior.model_type", junior.get("model_type"), f"{kind!r}, the senior's family", "use two servers")
+            ModelError(
+                "junior.model_type", junior.get("model_type"), f"{kind!r}, the senior's family", "use two servers"
+            )
         )
     faults += [fault for role, config in (("senior", senior), ("junior", junior)) for fault in _damages(role, config)]
     if faults:
-        raise ModelError("; ".join(faults))
+        raise ModelError.gather(faults)
     for role, config in (("senior", senior), ("junior", junior)):
         if config.get("use_sliding_window") and config.get("sliding_window"):
             faults.append(
-                explain(f"{role}.use_sliding_window", True, "full attention in every layer", "use two servers")
+                ModelError(f"{role}.use_sliding_window", True, "full attention in every layer", "use two servers")
             )
     same = (
         ("vocab_size", junior["vocab_size"], senior["vocab_size"], "one vocabulary, so that logits can be exchanged"),
@@ -93,13 +95,13 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
     for name, value, wanted, reason in same:
         if value != wanted:
             faults.append(
-                explain(
+                ModelError(
                     f"junior.{name}", value, f"{wanted}, the senior's: {reason}", "use two servers, or another junior"
                 )
             )
     if junior.get("quantization_config") != senior.get("quantization_config"):
         faults.append(
-            explain(
+            ModelError(
                 "junior.quantization_config",
                 junior.get("quantization_config"),
                 f"{senior.get('quantization_config')}, the senior's: SGLang reads both models by it",
@@ -108,7 +110,7 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
         )
     if junior["num_attention_heads"] > senior["num_attention_heads"]:
         faults.append(
-            explain(
+            ModelError(
                 "junior.num_attention_heads",
                 junior["num_attention_heads"],
                 f"at most the senior's {senior['num_attention_heads']}: SGLang sizes attention workspaces by the senior",
@@ -116,4 +118,4 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
             )
         )
     if faults:
-        raise ModelError("; ".join(faults))
+        raise ModelError.gather(faults)

@@ -1,0 +1,132 @@
+"""YAML and `--set` to a tree of settings, and pydantic's findings to errors of ours. Knows no section."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from slime_tandem.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, but a key that stands twice in one mapping is an error: PyYAML would drop the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader's; raises ConstructorError for a key that is there already."""
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    problem = f"the key `{key_node.value}` stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+
+
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """Read one YAML mapping with the safe loader; raises ConfigError otherwise."""
+    try:
+        loaded = _load_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("--config", str(path), "an existing YAML file", "check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        expected = f"a readable UTF-8 text file ({why})"
+        raise ConfigError("--config", str(path), expected, "give a YAML file, saved as UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets a month 13 through as ValueError
+        expected = f"valid YAML ({' '.join(str(error).split())})"
+        raise ConfigError("--config", str(path), expected, "correct the file at this place") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ConfigError("--config", str(path), "a mapping of section names", "see scripts/train/configs/")
+    return loaded
+
+
+def set_override(tree: dict[str, Any], item: str) -> None:
+    """Put one `key=value` (a dotted key, a YAML value) into the tree; raises ConfigError for anything else."""
+    key, eq, raw = item.partition("=")
+    if not eq or not key:
+        raise ConfigError("--set", item, "key=value with a dotted key", "e.g. --set tandem.prob_senior=0.3")
+    try:
+        value = _load_yaml(raw) if raw else ""
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError("--set", item, "a YAML value", "quote it") from None
+    node = tree
+    *parents, leaf = key.split(".")
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError("--set", item, f"a section at `{part}`", "give the dotted name of one setting")
+        node = child
+    node[leaf] = value
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every leaf setting below `model` as (dotted name, default, description)."""
+    for name, info in model.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from fields_of(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info.get_default(call_default_factory=True), info.description or ""
+
+
+def choices_of(model: type[BaseModel], name: str) -> tuple[str, ...]:
+    """The literal values that the setting with this dotted name takes; empty for any other kind of setting."""
+    *parents, leaf = name.split(".")
+    for part in parents:
+        below = model.model_fields[part].annotation
+        assert isinstance(below, type), "a section"
+        model = below
+    annotation = model.model_fields[leaf].annotation
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+
+
+def problems(
+    error: ValidationError, root: type[BaseModel], entries: Mapping[str, type[BaseModel]]
+) -> Iterator[ConfigError]:
+    """What pydantic found while it built a `root`, as errors; `entries`: what the entries of each list setting are."""
+    defaults = {name: default for name, default, _ in fields_of(root)}
+    known = [*defaults, *root.model_fields, *(f"{at}.{n}" for at, entry in entries.items() for n in entry.model_fields)]
+    items = error.errors(include_url=False)
+    for item in items:
+        if item["type"] == "too_short" and any(other["loc"][:1] == item["loc"] != other["loc"] for other in items):
+            continue  # pydantic leaves broken list items out and then finds the list too short
+        where = ".".join(str(part) for part in item["loc"])
+        value, kind = item.get("input"), item["type"]
+        if kind == "extra_forbidden":
+            plain = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+            close = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
+            hint = (
+                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem train --help` lists all settings"
+            )
+            yield ConfigError(where, value, "a known setting", hint)
+        elif kind == "value_error" and isinstance(item["ctx"]["error"], ConfigError):
+            yield item["ctx"]["error"]
+        elif kind == "literal_error":
+            # e.g. "'word', 'chunk' or 'sentence'": the values as pydantic lists them
+            close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)
+            yield ConfigError(
+                where,
+                value,
+                f"one of {item['ctx']['expected']}",
+                f"did you mean {close[0]!r}?" if close else "choose one of these",
+            )
+        else:
+            yield ConfigError(
+                where or "config",
+                value,
+                str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be "),
+                f"correct this setting (default: {defaults[where]!r})" if where in defaults else "correct this setting",
+            )

@@ -1,0 +1,190 @@
+"""On-policy distillation: teachers, their signal, and which tokens carry it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import Field, field_validator
+
+from slime_tandem.config.section import Ignored, Section, http_url
+
+OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
+AlignmentPolicy = Literal["strict", "even", "proportional", "chain_rule"]
+Thinking = Literal["keep", "text", "drop"]
+Support = Literal["teacher", "student", "union"]
+Selector = Literal[
+    "full", "dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random", "compatibility", "dincompat_high",
+    "q3", "q3_highc", "q3_lowc", "q3_dlearn_high", "q3_dlearn_low", "q3_dincompat_high", "split_budget_ca",
+]  # fmt: skip
+SelectorName = Literal[Selector, "pure_opd", "teachability", "teachability_entropy"]
+"""A selector, or its name in launch scripts."""
+Budget = Literal["batch", "sequence"]
+MissingMass = Literal["exact", "rest", "fill"]
+Compatibility = Literal["mass", "overlap", "bhattacharyya", "prefix"]
+Normalisation = Literal["batch_quantile", "batch_minmax", "none"]
+Denominator = Literal["selected", "valid"]
+SelectionRules = Literal["own", "reference"]
+
+
+SELECTOR_ALIASES: dict[str, Selector] = {
+    "pure_opd": "full",
+    "teachability": "dlearn_high",
+    "teachability_entropy": "ca_softor",
+}
+"""Names of methods in launch scripts that are not the selector's own."""
+
+
+class TeacherSpec(Section):
+    """One of several teachers."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name; a prompt's `metadata.teacher` may choose it"
+    )
+    model: str = Field(description="local Hugging Face folder, or builtin:<name>, any tokenizer")
+    url: str | None = Field(None, description="use this running server (SGLang or `slime-tandem serve`)")
+    tasks: tuple[str, ...] | None = Field(
+        None, min_length=1, description="task tags that it scores; null: every task that no other teacher names"
+    )
+    weight: float = Field(1.0, gt=0.0, description="among several teachers of one sample: weight of its log-probs")
+    thinking: Thinking = Field(
+        "keep",
+        description="how it meets the student's thinking: keep (between its own markers), text (the markers as text), "
+        "drop (not at all, those tokens carry no signal)",
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to its chat template, e.g. {enable_thinking: false}"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_http_url(cls, value: str | None) -> str | None:
+        return http_url(value)
+
+
+class SelectionConfig(Section):
+    """Which tokens carry the teacher's signal (TA-OPD, arXiv 2605.26844; docs/teachability.md)."""
+
+    selector: SelectorName = Field(
+        "pure_opd",
+        description="pure_opd (full): every aligned senior token, nothing more is asked of the servers; the others score each "
+        "token by the lists of its likeliest tokens and keep the best",
+    )
+    ratio: float = Field(1.0, gt=0.0, le=1.0, description="share of the valid tokens that is kept, rounded up")
+    budget: Budget = Field("batch", description="the share is taken of the whole rollout, or of each response")
+    min_keep_per_sample: int = Field(
+        1, ge=0, description="where a response has fewer selected tokens, the best by ca_softor are added"
+    )
+    top_k: int = Field(16, ge=1, description="length of student's and teacher's lists")
+    missing_mass: MissingMass = Field(
+        "exact",
+        description="what a list lacks: exact asks for it (one more request per 32 positions and side), rest sums it up, fill "
+        "is the reference's 1e-12",
+    )
+    compatibility: Compatibility = Field("mass", description="what C is")
+    prefix_alpha: float = Field(
+        0.9, ge=0.0, lt=1.0, description="compatibility prefix: weight of the past in its running mean"
+    )
+    divergence: Literal["forward", "reverse"] = Field(
+        "forward", description="what D is: KL(teacher || student) or KL(student || teacher)"
+    )
+    normalisation: Normalisation = Field(
+        "batch_quantile", description="how scores come to [0, 1]: 5% to 95% quantile, least to greatest, as they are"
+    )
+    gamma: float = Field(0.5, ge=0.0, le=1.0, description="split_budget_ca: share of the budget that goes by entropy")
+    denominator: Denominator = Field(
+        "selected",
+        description="the distillation term is a mean over the selected tokens, or their sum over the number of all valid ones "
+        "(each then counts as it does without a selection)",
+    )
+    rules: SelectionRules = Field(
+        "own",
+        description="reference: ties, quantiles, seeds and masks as the published code has them (docs/teachability.md)",
+    )
+
+    ignored: ClassVar = (
+        *(
+            Ignored(name, lambda s: s.mask == "full", "selector", "choose another selector")
+            for name in (
+                "ratio", "budget", "min_keep_per_sample", "top_k", "missing_mass", "compatibility", "prefix_alpha",
+                "divergence", "normalisation", "gamma", "denominator", "rules",
+            )
+        ),
+        Ignored("gamma", lambda s: s.mask != "split_budget_ca", "selector", "choose split_budget_ca"),
+        Ignored("prefix_alpha", lambda s: s.compatibility != "prefix", "compatibility", "choose prefix"),
+    )  # fmt: skip
+
+    @property
+    def mask(self) -> Selector:
+        """The selector itself, whichever of its names was given.
+
+        >>> SelectionConfig(selector="teachability", ratio=0.1).mask
+        'dlearn_high'
+        """
+        named: str = self.selector
+        return SELECTOR_ALIASES.get(named) or cast(Selector, named)
+
+
+class OpdConfig(Section):
+    """On-policy distillation: the teacher scores what the policy sampled."""
+
+    enabled: bool = Field(True, description="score with the teacher and add its signal")
+    coef: float = Field(
+        1.0, ge=0.0, description="advantage -= coef * (log pi_student - log pi_teacher) per aligned token"
+    )
+    clip: float | None = Field(
+        10.0, gt=0.0, description="clamp |log pi_student - log pi_teacher| to so many nats; null: no clip"
+    )
+    signal: OpdSignal = Field(
+        "sampled",
+        description="sampled: log pi_student - log pi_teacher of the sampled token, as an advantage; reverse_kl, forward_kl, "
+        "jsd: a divergence over `top_k` candidates and the rest, as a loss term",
+    )
+    top_k: int = Field(16, ge=1, description="candidates per position, all signals but sampled")
+    support: Support = Field("teacher", description="whose top-k lists the candidates come from")
+    jsd_beta: float = Field(
+        0.5, gt=0.0, lt=1.0, description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon)"
+    )
+    position_discount: float = Field(
+        1.0, gt=0.0, le=1.0, description="weight of response position t is this to the power t; 1: all alike"
+    )
+    alignment: AlignmentPolicy = Field(
+        "strict",
+        description="strict: tokens that both tokenizers cut out alike; even, proportional, chain_rule: also spans of several "
+        "tokens (docs/distillation.md)",
+    )
+    thinking: Thinking = Field(
+        "keep", description="how models.teacher meets the student's thinking; opd.teachers have settings of their own"
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the chat template of models.teacher"
+    )
+    selection: SelectionConfig = Field(default_factory=SelectionConfig)
+    teachers: tuple[TeacherSpec, ...] = Field((), description="several teachers, instead of models.teacher")
+    concurrency: int = Field(4, ge=1, description="scoring requests under way at once, per teacher")
+    overlap: int | None = Field(
+        None,
+        ge=1,
+        description="score while others are still being written, as soon as so many responses are finished; null: after all "
+        "(a run then repeats bit for bit)",
+    )
+    on_failed_sample: Literal["drop_opd", "drop_sample", "stop"] = Field(
+        "drop_opd", description="what happens to a sample whose teacher answer is unusable"
+    )
+
+    ignored: ClassVar = (
+        Ignored("top_k", lambda s: s.signal == "sampled", "signal", "choose reverse_kl, forward_kl or jsd"),
+        Ignored("support", lambda s: s.signal == "sampled", "signal", "choose reverse_kl, forward_kl or jsd"),
+        Ignored("jsd_beta", lambda s: s.signal != "jsd", "signal", "choose jsd"),
+        Ignored("clip", lambda s: s.signal != "sampled", "signal", "choose sampled"),
+        Ignored("alignment", lambda s: s.signal != "sampled", "signal", "choose sampled"),
+        Ignored("thinking", lambda s: bool(s.teachers), "teachers", "set it on the teachers"),
+        Ignored("template_kwargs", lambda s: bool(s.teachers), "teachers", "set it on the teachers"),
+    )
+
+    @field_validator("teachers")
+    @classmethod
+    def _names_differ(cls, value: tuple[TeacherSpec, ...]) -> tuple[TeacherSpec, ...]:
+        names = [t.name for t in value]
+        if len(set(names)) < len(names):
+            raise ValueError("a name of its own for each teacher; rename one")
+        return value

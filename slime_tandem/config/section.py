@@ -1,0 +1,83 @@
+"""The base of every section of the configuration, and how a section says that a setting has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from slime_tandem.errors import ConfigError
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Ignored(NamedTuple):
+    """A setting that has no effect while another says so; setting it all the same is an error.
+
+    `name`: the setting; `when(section)`: whether it has none; `by`: the setting of the same section that decides, shown with
+    its value; `remedy`: what would give it effect, behind "remove it, or ".
+    """
+
+    name: str
+    when: Callable[[Any], bool]
+    by: str
+    remedy: str
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    ignored: ClassVar[tuple[Ignored, ...]] = ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("another type than true or false")
+        return value
+
+    def misuses(self, path: str = "") -> Iterator[ConfigError]:
+        """An error for each setting, here and in the sections below, that is set and has no effect; `path` names this one.
+
+        >>> from slime_tandem.config import TandemConfig
+        >>> print(*TandemConfig(selection_strategy="sentence", chunk_size=4).misuses("tandem"))
+        tandem.chunk_size=4: expected 16 (the default) with tandem.selection_strategy='sentence', which ignores it. \
+Remedy: remove it, or choose chunk.
+        """
+        dot = f"{path}." if path else ""
+        for rule in self.ignored:
+            value = getattr(self, rule.name)
+            default = type(self).model_fields[rule.name].get_default(call_default_factory=True)
+            if value != default and rule.when(self):
+                decides = getattr(self, rule.by)
+                by = f"{dot}{rule.by}" + ("" if isinstance(decides, tuple) else f"={decides!r}")
+                yield ConfigError(
+                    f"{dot}{rule.name}",
+                    list(value) if isinstance(value, tuple) else value,
+                    f"{_as_yaml(default)} (the default) with {by}, which ignores it",
+                    f"remove it, or {rule.remedy}",
+                )
+        for name in type(self).model_fields:
+            if isinstance(below := getattr(self, name), Section):
+                yield from below.misuses(f"{dot}{name}")
+
+
+def _as_yaml(default: object) -> object:
+    if default is None:
+        return "null"
+    return list(default) if isinstance(default, tuple) else default
+
+
+def http_url(value: str | None) -> str | None:
+    """The URL itself, or None; raises ValueError for anything but an http or https URL with a host."""
+    try:
+        parts = urlsplit(value or "http://none")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a broken IPv6 address, a port that is no number
+        good = False
+    if value == "" or not good:
+        raise ValueError("null or a URL such as http://127.0.0.1:30000")
+    return value

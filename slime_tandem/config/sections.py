@@ -1,0 +1,113 @@
+"""All sections of a run, each checked by itself: tasks, train and eval here, the others from their own modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from slime_tandem.config.cluster import ClusterConfig
+from slime_tandem.config.engine import EngineConfig, ModelsConfig
+from slime_tandem.config.objective import ObjectiveConfig, OptimizerConfig
+from slime_tandem.config.opd import OpdConfig
+from slime_tandem.config.section import Section
+from slime_tandem.config.tandem import SamplingConfig, Strategy, TandemConfig
+
+
+class TaskSpec(Section):
+    """One task family and its share of the prompts."""
+
+    family: str = Field(description="a reasoning-gym data set, or `jsonl`")
+    weight: float = Field(1.0, gt=0.0, description="share of the prompts, relative to the other tasks")
+    config: dict[str, Any] = Field(default_factory=dict, description="passed to the reasoning-gym data set")
+    path: str | None = Field(None, description="prompt file, family jsonl only")
+    environment: str | None = Field(
+        None,
+        description="what answers between the models' turns: calculator, or a function of your own as module:function "
+        "(docs/distillation.md); null: one turn",
+    )
+    max_turns: int = Field(2, ge=2, description="with an environment: most turns of the models in one response")
+
+    @model_validator(mode="after")
+    def _turns_go_with_an_environment(self) -> TaskSpec:
+        if self.environment is None and self.max_turns != TaskSpec.model_fields["max_turns"].default:
+            raise ValueError("`max_turns` needs an `environment`; without one a response is one turn")
+        return self
+
+    @model_validator(mode="after")
+    def _path_goes_with_jsonl(self) -> TaskSpec:
+        if (self.family == "jsonl") != (self.path is not None):
+            raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
+        return self
+
+
+class TrainConfig(Section):
+    """How much is rolled out and learnt."""
+
+    steps: int = Field(20, ge=0, description="rollout + update rounds")
+    prompts_per_step: int = Field(32, ge=1, description="groups per rollout")
+    samples_per_prompt: int = Field(8, ge=1, description="group size K")
+    updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
+    micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
+    save_every: int = Field(10, ge=1, description="steps between checkpoints")
+    threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, never on training prompts."""
+
+    prompts: int = Field(128, ge=1, description="held-out prompts")
+    samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt")
+    every: int | None = Field(None, ge=1, description="steps between evaluations; null: only before and after")
+    tandem: bool = Field(
+        False,
+        description="co-written responses also where the senior trains alone (tandem.enabled=false): starts the junior",
+    )
+    chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
+    temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
+    top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")
+    top_k: int = Field(20, ge=-1, description="`slime-tandem eval`: -1: whole vocabulary")
+    handoff_strategy: Strategy = Field(
+        "sentence",
+        description="`slime-tandem eval`: where the pen changes hands, senior first (sentence: at blank lines, the paper's; "
+        "choose word where answers have none)",
+    )
+    drift_samples: int = Field(
+        4,
+        ge=1,
+        description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
+    )
+    resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("-1 (whole vocabulary) or at least 1, SGLang refuses 0")
+        return value
+
+
+class Sections(Section):
+    """The tree of all settings, not yet held against each other (`RunConfig` does that)."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under runs_dir")
+    runs_dir: str = Field("runs", description="where runs are kept")
+    seed: int = Field(0, ge=0, lt=2**63, description="keys every random draw of the run")
+    models: ModelsConfig = Field(default_factory=ModelsConfig)
+    tasks: tuple[TaskSpec, ...] = Field(
+        (TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2}),),
+        min_length=1,
+        description="training and evaluation tasks",
+    )
+    tandem: TandemConfig = Field(default_factory=TandemConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    opd: OpdConfig = Field(default_factory=OpdConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    control: bool = Field(
+        False, description="also run solo GRPO (no junior, no teacher) from the same start with the same budget"
+    )
