@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_tandem.errors import DataError
+from slime_tandem.errors import DataError, RunDirError
 
 
 @contextlib.contextmanager
@@ -25,6 +25,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def require_place(path: Path, field: str) -> None:
+    """Refuse before the work, not after it, a file that could not be written: raises RunDirError, which names `field`."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise RunDirError(field, str(path), "a file in an existing folder", "make the folder, or name another file")
 
 
 def read_text(path: Path, what: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime_tandem.cli import main
+from slime_tandem.cli import flags, main
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--label", required=True, help="name of this checkpoint, e.g. before")
     p.add_argument("--output", type=Path, required=True, metavar="FILE.parquet", help="appears when all is scored")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of both models")
+    flags.add_dtype(p, "of both models")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument("--logit-mib", type=float, default=256.0, help="MiB of one model's log-probs held at once")
-    p.add_argument("--cache-dir", default=".cache/models", help="where built-in checkpoints are")
-    p.add_argument("--trust-remote-code", action="store_true", help="run Python code that a folder brings")
+    flags.add_cache_dir(p)
+    flags.add_trust_remote_code(p)
     p.set_defaults(action=run)
     return p
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from slime_tandem.cli import main
+from slime_tandem.cli import flags, main
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.teachability import Compatibility, MissingMass, Normalisation
 
@@ -41,16 +41,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--output", type=Path, required=True, metavar="FILE.parquet", help="the bank; a report goes beside it"
     )
-    p.add_argument("--config", metavar="FILE", help="YAML settings: models, tasks, servers (slime-tandem train --help)")
-    p.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="e.g. models.senior=FOLDER models.teacher=FOLDER engine.senior_url=http://host:30000",
-    )
+    flags.add_config(p, "YAML settings: models, tasks, servers (slime-tandem train --help)")
+    flags.add_set(p, "e.g. models.senior=FOLDER models.teacher=FOLDER engine.senior_url=http://host:30000")
     p.add_argument("--sequences", type=int, default=300, help="held-out prompts, one response each")
     p.add_argument("--responses", type=Path, metavar="FILE.jsonl", help="take these responses instead of writing some")
     p.add_argument("--positions", type=int, default=16, help="positions per response, on average")

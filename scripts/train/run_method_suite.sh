@@ -51,7 +51,9 @@ if [[ "$BACKEND" == slime ]]; then
   attend "$SLIME_PYTHON" -m slime_tandem.cli "${suite[@]}" --config "$CONFIG" "${dry[@]}" --set "${flags[@]}" "$@" || code=$?
   exit "$code"
 fi
-command=("$VENV/bin/slime-tandem" "${suite[@]}" --config "${CONFIG:-scripts/train/configs/methods.yaml}" --set "${flags[@]}" "$@")
+flags+=("$@")
+if ((${#flags[@]})); then flags=(--set "${flags[@]}"); fi
+command=("$VENV/bin/slime-tandem" "${suite[@]}" --config "${CONFIG:-scripts/train/configs/methods.yaml}" "${flags[@]}")
 setup_venv base
 if [[ "${DRY_RUN:-0}" == 1 && -x "$VENV/bin/slime-tandem" ]]; then
   "${command[@]}" --dry-run

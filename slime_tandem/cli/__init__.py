@@ -1,5 +1,6 @@
-"""The command line: arguments in, exit code out."""
+"""The command line: arguments in, exit code out. One file per command; `flags` holds what several of them take."""
 
-from slime_tandem.cli.main import add_convert_flags, main
+from slime_tandem.cli.convert import add_convert_flags
+from slime_tandem.cli.main import main
 
 __all__ = ["add_convert_flags", "main"]

@@ -6,6 +6,7 @@ A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `te
 `tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
 
 The suite's folder holds `method_mapping.csv` and one run folder per method and seed; `slime-tandem report SUITE` compares them.
+`run_suite` runs it on this machine, `slime_launch.suite` under slime.
 """
 
 from __future__ import annotations
@@ -16,26 +17,19 @@ import io
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName, Strategy
-from slime_tandem.errors import ConfigError, EngineError, RunDirError
+from slime_tandem.errors import ConfigError, RunDirError
 from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
 from slime_tandem.report.run_folder import disk_errors, replace_file, require_same_settings
 from slime_tandem.report.summary import summarise
 
-if TYPE_CHECKING:
-    from slime_tandem.slime_launch.flags import Plan
-
-Backend = Literal["local", "slime"]
-_SLIME_DONE = "slime_done"
-"""In a run's folder, the number of rollouts that slime has ended with."""
 _ENTRY = re.compile(r"([a-z0-9_]+):([0-9.]+):([0-9]{1,6})")
 _SELECTORS = tuple(n for part in get_args(SelectorName) for n in (get_args(part) or (part,)))
 _TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in get_args(Strategy)))
@@ -147,12 +141,12 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
     of the folder was started with.
     """
     runs = suite.runs()
-    _merged(suite.folder, runs)
+    merged_mapping(suite.folder, runs)
     for _, _, config in runs:
         if (config.run_dir / "config.yaml").exists():
             require_same_settings(config.run_dir / "config.yaml", config)
     if not dry_run:
-        _write_mapping(suite.folder, runs)
+        write_mapping(suite.folder, runs)
     for number, (method, seed, config) in enumerate(runs, 1):
         state = _state(config)
         say(f"[{number}/{len(runs)}] {config.name}: {state}")
@@ -167,14 +161,15 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
             train(config, resume=True)
 
 
-def _write_mapping(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> None:
+def write_mapping(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> None:
+    """Write `method_mapping.csv` with the rows of these runs beside the old ones; raises RunDirError, as `merged_mapping`."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".mapping.lock"):  # another part of the suite may be starting
             text = io.StringIO()
             writer = csv.DictWriter(text, MAPPING_COLUMNS, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(_merged(folder, runs))
+            writer.writerows(merged_mapping(folder, runs))
             replace_file(folder / MAPPING, text.getvalue().encode())
 
 
@@ -185,7 +180,7 @@ def _state(config: RunConfig) -> Literal["new", "half", "finished"]:
     return "finished" if summary["complete"] and summary["run"]["steps"] >= config.train.steps else "half"
 
 
-def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list[dict[str, str]]:
+def merged_mapping(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list[dict[str, str]]:
     """The mapping's rows, old and new; raises RunDirError where an idx means another method than it did."""
     old = read_mapping(folder) if (folder / MAPPING).exists() else []
     rows = {row["run"]: row for row in old}
@@ -201,52 +196,3 @@ def _merged(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> list
         values = (str(method.idx), method.name, mask, number, str(seed), config.name)
         rows[config.name] = dict(zip(MAPPING_COLUMNS, values, strict=True))
     return sorted(rows.values(), key=lambda row: (int(row["idx"]), int(row["seed"])))
-
-
-def slime_suite(
-    suite: Suite,
-    *,
-    dry_run: bool,
-    submit: Path,
-    plan: Callable[[RunConfig, Path], Plan],
-    say: Callable[[str], None] = print,
-) -> None:
-    """The same methods under slime: of each unfinished run the launch files, then `bash submit FOLDER` (submit_slime.sh).
-
-    `plan` makes the launch of a configuration. A run that slime has ended with success is finished; any other starts from its
-    last checkpoint. All plans are made before anything runs. Raises EngineError for a run that fails.
-    """
-    if not submit.is_file():
-        raise ConfigError("BACKEND", "slime", f"the script {submit}", "run from a checkout of this repository")
-    runs = suite.runs()
-    _merged(suite.folder, runs)
-    plans = [plan(config, config.run_dir / "slime_launch") for _, _, config in runs]
-    if not dry_run:
-        _write_mapping(suite.folder, runs)
-    for number, ((_, _, config), launch) in enumerate(zip(runs, plans, strict=True), 1):
-        folder, done = config.run_dir / "slime_launch", config.run_dir / _SLIME_DONE
-        finished = done.is_file() and int(done.read_text(encoding="utf-8")) >= config.train.steps
-        say(f"[{number}/{len(runs)}] {config.name}: {'finished' if finished else 'to run'}")
-        command = ["bash", str(submit), str(folder)]
-        if dry_run:
-            say("\n".join((launch.shell().rstrip(), shlex.join(command))))
-        elif not finished:
-            launch.write()
-            replace_file(folder / "launch.sh", launch.shell().encode())
-            code = _attended(command)
-            if code:
-                raise EngineError(
-                    f"run {config.name}", f"exit code {code}", "0 from slime's train.py", "see Ray's log of the job"
-                )
-            replace_file(done, str(config.train.steps).encode())
-
-
-def _attended(command: Sequence[str]) -> int:
-    """Exit code of a command that, when we are stopped, is asked to stop and waited for: it has a job of its own to end."""
-    with subprocess.Popen(command) as process:  # noqa: S603 - our own script, no shell
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise

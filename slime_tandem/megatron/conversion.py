@@ -318,6 +318,16 @@ def is_moe(folder: Path) -> bool:
     return any(config.get(name) for name in _MOE_HINTS)
 
 
+def needs_slime(job: Job) -> bool:
+    """Whether the job's model is a mixture of experts, which slime's own converter takes (`slime_command`), not `convert`.
+
+    Raises ConfigError for a source that is no single checkpoint, ModelError for a folder without a readable config.json.
+    """
+    require_one_checkpoint(job.source)
+    back = find_torch_dist(job.source) is not None
+    return is_moe(job.like if back and job.like is not None else job.source)
+
+
 def slime_command(job: Job, slime: Path | None, model_args: Sequence[str]) -> list[str]:
     """The command of slime's own converter for a mixture of experts, from a checkout with what it needs installed.
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import AlignmentPolicy, Thinking
+from slime_tandem.config import AlignmentPolicy, Thinking, http_url
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.errors import DataError, TeacherScoreError
-from slime_tandem.files import whole_file
+from slime_tandem.errors import ConfigError, DataError, RunDirError, TeacherScoreError
+from slime_tandem.files import require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -69,12 +69,12 @@ class ScoreResult:
 
 
 def score_file(job: ScoreJob) -> ScoreResult:
-    """Score every line; the output appears when all is done. Raises DataError for a broken line, ModelError and
-    EngineError kinds."""
-    if job.policy in ("proportional", "chain_rule"):
-        raise DataError(
-            "--policy", job.policy, "strict or even: a file has no student log-probs", "choose one of these"
-        )
+    """Score every line; the output appears when all is done.
+
+    Raises RunDirError for an output that cannot be written, ConfigError and DataError for values of `job` (fields are named as
+    the flags of `slime-tandem score`), DataError for a broken line, ModelError and EngineError kinds.
+    """
+    _check(job)
     trust = job.trust_remote_code
     student = ModelTokenizer.load(resolve_model(job.student, job.cache_dir), trust_remote_code=trust)
     folder = resolve_model(job.teacher, job.cache_dir)
@@ -99,6 +99,24 @@ def score_file(job: ScoreJob) -> ScoreResult:
         finally:
             if server is not None:
                 server.stop()
+
+
+def _check(job: ScoreJob) -> None:
+    require_place(job.output, "--output")
+    if job.output.exists() and not job.output.is_file():  # it would be replaced, be it /dev/null
+        raise RunDirError("--output", str(job.output), "a regular file or none yet", "name another")
+    if job.output.exists() and job.source.exists() and job.output.samefile(job.source):
+        raise RunDirError("--output", str(job.output), "another file than FILE", "name another; it would be lost")
+    if job.top_k < 0:
+        raise ConfigError("--top-k", job.top_k, "at least 0", "raise it")
+    try:
+        http_url(job.teacher_url)
+    except ValueError as error:
+        raise ConfigError("--teacher-url", job.teacher_url, str(error), "e.g. http://127.0.0.1:30000") from None
+    if job.policy in ("proportional", "chain_rule"):
+        raise DataError(
+            "--policy", job.policy, "strict or even: a file has no student log-probs", "choose one of these"
+        )
 
 
 async def _score(

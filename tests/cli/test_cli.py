@@ -20,6 +20,8 @@ import yaml
 from filelock import FileLock
 
 from slime_tandem import cli
+from slime_tandem.cli import flags
+from slime_tandem.cli.main import build_parser
 from slime_tandem.config import RunConfig, fields_of
 from slime_tandem.report import run_folder
 
@@ -365,7 +367,7 @@ def test_help_lists_every_default(capsys: pytest.CaptureFixture[str], command: s
         cli.main([command, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    parser = cli.build_parser()
+    parser = build_parser()
     sub = next(a for a in parser._actions if a.dest == "command").choices[command]  # type: ignore[index]
     flat = " ".join(text.split())
     for action in sub._actions:
@@ -377,7 +379,7 @@ def test_help_lists_every_default(capsys: pytest.CaptureFixture[str], command: s
                 assert f"(default: {action.default})" in flat
     if command in ("train", "eval"):
         for name, default, _ in fields_of():
-            assert f"  {name} = {cli._brief(default)}\n" in text
+            assert f"  {name} = {flags.shown(default)}\n" in text
 
 
 def test_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,9 +390,20 @@ def test_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> 
     assert all(command in text for command in COMMANDS)
 
 
+def test_what_only_prints_help_loads_no_model_library() -> None:
+    """Startup is what a person waits for at each --help and each mistake: what is heavy is imported where it is used."""
+    code = (
+        "import sys\nfrom slime_tandem.cli.main import build_parser\nbuild_parser().format_help()\nprint(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert "slime_tandem" in loaded
+    assert loaded.isdisjoint({"torch", "transformers", "numpy", "megatron", "aiohttp", "rich", "ray", "sglang"})
+
+
 @pytest.mark.parametrize(
     "argv", [[], ["trian"], ["train", "--bogus"], ["serve", "m", "--port", "x"], ["config"],
-             ["train", "--resume", "--overwrite"]]
+             ["train", "--resume", "--overwrite"], ["suite", "s", "--methods", "tip:0.1:3", "--set"]]
 )  # fmt: skip
 def test_bad_flags_end_with_usage_and_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

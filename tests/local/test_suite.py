@@ -11,9 +11,9 @@ import pytest
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig, Selector, Strategy
-from slime_tandem.errors import ConfigError, EngineError, RunDirError
+from slime_tandem.errors import ConfigError, RunDirError
 from slime_tandem.local import run as run_module
-from slime_tandem.local.suite import Suite, _attended, parse_methods, parse_seeds, run_suite, slime_suite
+from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite
 from slime_tandem.report.comparison import read_mapping
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter
@@ -142,81 +142,38 @@ def test_a_dry_run_prints_commands_and_writes_nothing(tmp_path: Path, capsys: py
     assert not folder.exists()
 
 
-def test_an_interrupted_suite_lets_its_launch_script_stop_the_job(tmp_path: Path) -> None:
-    """Killed at once, the script could not stop what it has submitted."""
-    script = f'sleep 30 & trap "touch {tmp_path}/stopped; kill $!; exit 143" TERM; kill -INT $PPID; wait'
-    with pytest.raises(KeyboardInterrupt):
-        _attended(["bash", "-c", script])
-    assert (tmp_path / "stopped").exists()
-
-
-def test_slime_runs_what_is_not_finished_by_its_launch_script(tmp_path: Path) -> None:
-    planned, said = [], list[str]()
-
-    class Launch:
-        def __init__(self, config: RunConfig, folder: Path) -> None:
-            planned.append((config.opd.selection.mask, config.seed))
-            self.folder = folder
-
-        def shell(self) -> str:
-            return "SLIME_FLAGS=(--x)\n"
-
-        def write(self) -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-
-    submit = tmp_path / "submit.sh"
-    submit.write_text(
-        '[[ "$(cat "$1/launch.sh")" == "SLIME_FLAGS=(--x)" ]]; echo "$1" >> "$(dirname "$0")/ran"; test ! -e "$0.fail"'
-    )
-
-    def go(*, dry_run: bool = False) -> list[str]:
-        (tmp_path / "ran").write_text("")
-        job = suite(tmp_path / "s", "tip:0.1:3 random:0.1:4", "5")
-        slime_suite(job, dry_run=dry_run, submit=submit, plan=Launch, say=said.append)  # type: ignore[arg-type]
-        return [Path(line).parent.name for line in (tmp_path / "ran").read_text().splitlines()]
-
-    assert go(dry_run=True) == []
-    assert said[1] == f"SLIME_FLAGS=(--x)\nbash {submit} {tmp_path}/s/003-tip-0.1-seed5/slime_launch"
-    assert not (tmp_path / "s").exists()
-    Path(f"{submit}.fail").touch()
-    with pytest.raises(EngineError, match=r"run 003-tip-0\.1-seed5='exit code 1'"):
-        go()
-    Path(f"{submit}.fail").unlink()
-    assert go() == ["003-tip-0.1-seed5", "004-random-0.1-seed5"]
-    assert go() == []
-    assert planned[:2] == [("tip", 5), ("random", 5)]
-    assert [row["run"] for row in read_mapping(tmp_path / "s")] == ["003-tip-0.1-seed5", "004-random-0.1-seed5"]
-    submit.unlink()
-    with pytest.raises(ConfigError, match="BACKEND='slime': expected the script"):
-        go(dry_run=True)
-
-
-def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
+def called_by_the_script(folder: Path, variables: dict[str, str], *settings: str) -> str:
+    """How run_method_suite.sh calls `slime-tandem suite`, with a stand-in for the program."""
+    venv = folder / "venv"
     (venv / "bin").mkdir(parents=True)
     for name in ("python", "slime-tandem"):
         (venv / "bin" / name).write_text('#!/bin/sh\necho "called $*"\n')
         (venv / "bin" / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", REPO / "scripts/train/run_method_suite.sh", *settings],
+        capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "OUTPUT_ROOT": "out", "DRY_RUN": "1", "VENV": str(venv), **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("called suite"))
+
+
+def test_the_script_passes_its_variables_on(tmp_path: Path) -> None:
     variables = {
         "METHOD_LIST": "tip:0.10:30 random:0.10:40", "SEEDS": "3 4", "NUM_ROLLOUT": "5", "OPD_TOPK_METRICS_K": "8",
-        "DRY_RUN": "1", "VENV": str(venv), "OUTPUT_ROOT": "out", "CONFIG": "mine.yaml",
+        "CONFIG": "mine.yaml",
     }  # fmt: skip
     (tmp_path / "mine.yaml").touch()
-    script = REPO / "scripts/train/run_method_suite.sh"
-    done = subprocess.run(
-        ["bash", script, "opd.selection.missing_mass=rest"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    called = next(line for line in done.stdout.splitlines() if line.startswith("called suite"))
+    called = called_by_the_script(tmp_path, variables, "opd.selection.missing_mass=rest")
     assert f"suite {tmp_path / 'out'} " in called, "relative to the caller's folder"
     assert str(tmp_path / "mine.yaml") in called
     for part in ("--methods tip:0.10:30 random:0.10:40 --seeds 3 4", "--top-k 8", "--backend local", "--dry-run"):
         assert part in called
     assert "--set train.steps=5 opd.selection.missing_mass=rest" in called
+
+
+def test_the_script_without_settings_passes_no_empty_set(tmp_path: Path) -> None:
+    assert "--set" not in called_by_the_script(tmp_path, {"METHOD_LIST": "tip:0.10:30"})
 
 
 @pytest.mark.parametrize("folder", ["2026", "[x]", "a: b", "it's"])

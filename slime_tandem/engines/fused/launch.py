@@ -78,6 +78,21 @@ def preflight(python: str, *, allow_unknown_version: bool = False) -> dict[str, 
     return found
 
 
+def shared_tables(senior: Path, junior: Path, *, trust_remote_code: bool = False) -> list[frozenset[int]]:
+    """Boundary ids of word and sentence in the one tokenizer of two model folders, for a server without a run's settings.
+
+    Raises ModelError for a tokenizer with an id that its model has no row for, TokenizerMismatchError where the two differ.
+    """
+    from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer  # transformers
+    from slime_tandem.rollout.boundaries import boundary_ids
+
+    first, second = (ModelTokenizer.load(folder, trust_remote_code=trust_remote_code) for folder in (senior, junior))
+    for tokenizer in (first, second):
+        require_rows(tokenizer)
+    require_same_tokenizer(first, second)
+    return [boundary_ids(s, first.tokens.table, first.tokens.special) for s in ("word", "sentence")]
+
+
 def write_tables(path: Path, tables: Collection[frozenset[int]], vocab_size: int) -> str:
     """Write boundary tables for the engine: bool [1 + K, V], row 0 empty; returns the file's SHA-256.
 

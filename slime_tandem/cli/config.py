@@ -1,0 +1,42 @@
+"""`slime-tandem config`: settings checked and printed, or what slime must be given for them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slime_tandem.cli import flags
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError
+
+
+def add(commands: flags.Commands) -> None:
+    """Declare the command."""
+    parser = flags.command(commands, "config", "Check settings and print the resolved tree.")
+    parser.add_argument("--check", metavar="FILE", required=True, help="YAML file to check")
+    flags.add_set(parser, "overrides")
+    parser.add_argument(
+        "--slime",
+        metavar="FOLDER",
+        help="print instead what slime's train.py must be given, with a memory estimate; the files it names go into FOLDER",
+    )
+    parser.add_argument(
+        "slime_flags", nargs="*", metavar="-- SLIME_FLAGS", help="with --slime: further flags of slime, checked"
+    )
+    parser.set_defaults(action=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tree; with --slime write the launch's files and print its text for a shell."""
+    config = RunConfig.load(args.check, args.overrides)
+    if args.slime is None:
+        if args.slime_flags:
+            raise ConfigError("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
+        print(config.to_yaml(), end="")
+        return 0
+    from slime_tandem.slime_launch.plan import launch_plan
+
+    launch = launch_plan(config, Path(args.slime), args.slime_flags)
+    launch.write()
+    print(launch.shell(), end="")
+    return 0

@@ -1,0 +1,106 @@
+"""`slime-tandem serve`: one model folder behind the embedded server, or two in one real SGLang."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slime_tandem.cli import flags
+from slime_tandem.errors import ConfigError
+
+
+def add(commands: flags.Commands) -> None:
+    """Declare the command."""
+    parser = flags.command(
+        commands, "serve", "Serve a model folder over the part of SGLang's HTTP API that slime_tandem uses."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="local Hugging Face folder, or builtin:senior|junior|teacher"
+    )
+    parser.add_argument(
+        "--fused",
+        nargs=2,
+        metavar=("SENIOR", "JUNIOR"),
+        help="serve two models in one real SGLang instead (docs/fused.md); flags of sglang.launch_server may follow after --",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        metavar="FILE",
+        help="with --fused: the Python that has SGLang (or SLIME_TANDEM_SGLANG_PYTHON)",
+    )
+    parser.add_argument("--allow-unknown-version", action="store_true", help="with --fused: any version of SGLang")
+    parser.add_argument(
+        "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
+    )
+    parser.add_argument("sglang_args", nargs="*", metavar="-- SGLANG_ARGS", help="with --fused")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
+    parser.add_argument("--port", type=int, default=30000, help="0: any free port")
+    flags.add_dtype(parser, "weights")
+    parser.add_argument("--max-batch", type=int, default=256, help="sequences decoded at once")
+    parser.add_argument("--cache-tokens", type=int, default=65536, help="KV cache, tokens")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    flags.add_api_key_env(parser, "environment variable with the key that clients must send")
+    flags.add_cache_dir(parser)
+    flags.add_trust_remote_code(parser, "the model folder")
+    parser.set_defaults(action=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the process is asked to stop."""
+    from slime_tandem.engines.embedded.server import serve
+    from slime_tandem.models.builtin import resolve_model
+
+    key = flags.api_key(args)
+    if args.fused:
+        return _run_fused(args, key)
+    if args.model is None or args.sglang_args:
+        raise ConfigError("MODEL", args.model, "one model folder", "name it, or use --fused SENIOR JUNIOR")
+    serve(
+        str(resolve_model(args.model, Path(args.cache_dir))),
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        max_batch=args.max_batch,
+        cache_tokens=args.cache_tokens,
+        threads=args.threads,
+        api_key=key,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return 0
+
+
+def _run_fused(args: argparse.Namespace, key: str | None) -> int:
+    from slime_tandem.engines.fused.launch import FusedServer, shared_tables
+    from slime_tandem.models.builtin import resolve_model
+    from slime_tandem.models.hf import check_model_folder
+    from slime_tandem.models.text_tokenizer import load_response
+
+    cache = Path(args.cache_dir)
+    senior, junior = (check_model_folder(resolve_model(name, cache)) for name in args.fused)
+    tables = shared_tables(senior, junior, trust_remote_code=args.trust_remote_code)
+    if args.boundary_ids:
+        try:
+            text = Path(args.boundary_ids).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("--boundary-ids", args.boundary_ids, "a readable UTF-8 file", str(error)) from None
+        tables.append(frozenset(load_response(text, f"--boundary-ids {args.boundary_ids}")))
+    extra = ([args.model] if args.model else []) + args.sglang_args
+    server = FusedServer(
+        senior,
+        junior,
+        log_file=None,
+        tables=tables,
+        python=args.sglang_python,
+        allow_unknown_version=args.allow_unknown_version,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        api_key=key,
+        trust_remote_code=args.trust_remote_code,
+        args=extra,
+    )
+    try:
+        server.launch()
+        return server.wait()
+    finally:
+        server.stop()

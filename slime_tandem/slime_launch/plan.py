@@ -1,0 +1,38 @@
+"""From a configuration to slime's launch, before anything starts: which models it means, and what the fused engine is told.
+
+What the launch then says to slime is in `flags`. Starts nothing; without folders (published sizes) it loads no model either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_tandem.config import RunConfig
+from slime_tandem.slime_launch.flags import Plan, plan, with_folders
+from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, hf_sizes
+
+
+def launch_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> Plan:
+    """The launch of `config`, whose files go into `folder`, which every node must see; `extra`: further flags of slime.
+
+    Makes the built-in models that the configuration names, and with engine.mode=fused writes the boundary tables into `folder`;
+    all other files are the plan's (`Plan.write`). Raises ConfigError for whatever does not fit together, ModelError for a
+    missing model or a fused pair that does not fit.
+    """
+    config = with_folders(config)
+    return plan(config, folder, fused=_fused(config, folder) if config.engine.mode == "fused" else None, extra=extra)
+
+
+def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Environment and flags of the fused engine: of a pair of folders, or of published sizes, by their sizes alone."""
+    from slime_tandem.engines.fused.launch import slime_settings, slime_sizes
+
+    models = config.models
+    if {models.senior, models.junior} & PUBLISHED.keys():
+        return slime_sizes(hf_sizes(architecture(models.senior)), hf_sizes(architecture(models.junior)))
+    from slime_tandem.team.team import Team  # torch: not for those who only ask for sizes
+
+    # The teacher, which may be a size, is none of the engine's.
+    team = Team(config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})}), folder)
+    return slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
