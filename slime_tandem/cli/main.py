@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from slime_tandem import __version__
 from slime_tandem.cli import align, config, convert, doctor, evaluate, models, report, score, serve, suite, train
+from slime_tandem.cli.completion import SHELLS, PrintCompletion
 from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.signals import terminate_as_interrupt
 
@@ -30,6 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="slime-tandem", description="Several language models, one trajectory.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print a script that completes commands in a shell",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

@@ -403,7 +403,8 @@ def test_what_only_prints_help_loads_no_model_library() -> None:
 
 @pytest.mark.parametrize(
     "argv", [[], ["trian"], ["train", "--bogus"], ["serve", "m", "--port", "x"], ["config"],
-             ["train", "--resume", "--overwrite"], ["suite", "s", "--methods", "tip:0.1:3", "--set"]]
+             ["train", "--resume", "--overwrite"], ["suite", "s", "--methods", "tip:0.1:3", "--set"],
+             ["--print-completion", "fish"]]
 )  # fmt: skip
 def test_bad_flags_end_with_usage_and_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
