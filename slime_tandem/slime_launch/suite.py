@@ -12,9 +12,9 @@ from pathlib import Path
 
 import slime_tandem
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError, EngineError
+from slime_tandem.errors import ConfigError, EngineError, RunDirError
+from slime_tandem.files import whole_file
 from slime_tandem.local.suite import Suite, merged_mapping, write_mapping
-from slime_tandem.report.run_folder import replace_file
 from slime_tandem.slime_launch.flags import Plan
 from slime_tandem.slime_launch.plan import launch_plan
 
@@ -54,13 +54,21 @@ def run_slime_suite(
             say("\n".join((launch.shell().rstrip(), shlex.join(command))))
         elif not finished:
             launch.write()
-            replace_file(folder / "launch.sh", launch.shell().encode())
+            _write(folder / "launch.sh", launch.shell())
             code = _attended(command)
             if code:
                 raise EngineError(
                     f"run {config.name}", f"exit code {code}", "0 from slime's train.py", "see Ray's log of the job"
                 )
-            replace_file(done, str(config.train.steps).encode())
+            _write(done, str(config.train.steps))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with whole_file(path) as file:
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirError.of_os_error(path, error) from error
 
 
 def _attended(command: Sequence[str]) -> int:
