@@ -218,3 +218,16 @@ def test_slime_hooks_start_nothing() -> None:
         if room(module_name(path)) == "slime_hooks":
             names = imported(path.read_text(encoding="utf-8"))
             assert not {n for n in names if re.match(r"team\.(team|servers)\b|engines\.(processes|sglang|embedded)", n)}
+
+
+def test_a_roster_and_a_plan_start_nothing() -> None:
+    for path in FILES:
+        name = module_name(path)
+        names = imported(path.read_text(encoding="utf-8"))
+        if name == "team.roster":
+            assert not {n for n in names if room(n) == "engines" or n in ("team.team", "team.servers")}
+            assert impurities(path.read_text(encoding="utf-8")) <= {"os", "pathlib"}, (
+                "a variable is read, folders are named"
+            )
+        if room(name) == "slime_launch":
+            assert not names & {"team.team", "team.servers", "engines.processes"}, name

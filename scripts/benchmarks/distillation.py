@@ -34,6 +34,7 @@ from slime_tandem.models.hf import load_model
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import rollout
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.types import TandemSample
 
@@ -116,7 +117,7 @@ def contexts_of(config: RunConfig, folder: Path) -> list[TandemSample]:
     """The start's answers to held-out questions that no evaluation of the runs has (the last of a longer list)."""
     tasks = TaskSet(config.tasks, seed=12345)
     plain = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
-    with Team(plain, folder) as team:
+    with Team(Roster(plain), folder) as team:
         scored, _ = rollout(team, tasks, tasks.heldout_prompts(CONTEXT_PROMPTS), 2**61, 1, tandem=False, score=False)
     return [s.sample for s in scored]
 

@@ -35,6 +35,7 @@ from slime_tandem.distill.teachability import (
 from slime_tandem.errors import ConfigError, DataError, TeacherScoreError
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.score_file import read_responses
 from slime_tandem.team.team import Team
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray, TandemSample
@@ -85,7 +86,7 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
     and stops them.
 
     Raises ConfigError for a plan that cannot be and for another ending of `output` (the report's files are named by it),
-    DataError for broken responses, EngineError kinds, and what `Team` raises.
+    DataError for broken responses, EngineError kinds, and what `Roster` and `Team` raise.
     """
     for field, value in (("--sequences", plan.sequences), ("--positions", plan.per_sequence), ("--top-k", plan.top_k)):
         if value < 1:
@@ -97,13 +98,15 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
         raise ConfigError("--compatibility", "prefix", "one that needs no neighbours: tokens may be masked", remedy)
     config = _for_bank(config)
     tasks = None if plan.responses else TaskSet(config.tasks, config.seed)
-    with Team(config, config.run_dir / "logs") as team:
+    with Team(Roster(config), config.run_dir / "logs") as team:
         [teacher] = team.panel.teachers
         rule = _rule(team, teacher, plan)
         named = _responses(team, tasks, plan, say)
         say(f"scoring {len(named)} responses with student and teacher, lists of {plan.top_k}, missing mass: {rule}")
-        student, of_teacher = (_facts(team, role) for role in ("senior", *team.teacher_specs))
-        scored, failed = with_revival(team, lambda: team.runner.run(_score_all(team, teacher, named, plan.top_k, rule)))
+        student, of_teacher = (_facts(team, role) for role in ("senior", *team.roster.teacher_specs))
+        scored, failed = with_revival(
+            team, lambda: team.servers.run(_score_all(team, teacher, named, plan.top_k, rule))
+        )
     counts = {name: sum(a.unaligned[name] for _, a in scored) for name in UNALIGNED_REASONS}
     counts["no_shared_entry"] = sum(int(a.mask.sum()) - len(s.at) for s, a in scored)
     table, population = _rows([s for s, _ in scored], rule, plan)
@@ -134,9 +137,9 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
 
 def _facts(team: Team, role: str) -> dict[str, str | None]:
     """What the bank says of a model; the weights of a server that is not ours are unknown."""
-    folder = team.folders[role]
-    weights = weights_fingerprint(folder) if role in team.servers else None
-    return {"model": str(folder), "vocabulary": vocabulary_of(team.tokenizers[role].tokens), "weights": weights}
+    folder = team.roster.folders[role]
+    weights = weights_fingerprint(folder) if role in team.servers.processes else None
+    return {"model": str(folder), "vocabulary": vocabulary_of(team.roster.tokenizers[role].tokens), "weights": weights}
 
 
 def _for_bank(config: RunConfig) -> RunConfig:
@@ -155,9 +158,9 @@ def _for_bank(config: RunConfig) -> RunConfig:
 
 def _rule(team: Team, teacher: Teacher, plan: BankPlan) -> MissingMass:
     """The rule for what lists do not hold; refuses a K that no server can answer."""
-    for role in team.roles:
-        size = len(team.tokenizers[role].tokens.table)
-        told = team.runner.run(team.clients[role].model_info()).get("vocab_size")
+    for role in team.roster.roles:
+        size = len(team.roster.tokenizers[role].tokens.table)
+        told = team.servers.run(team.servers.clients[role].model_info()).get("vocab_size")
         limit = told if isinstance(told, int) else size
         if plan.top_k > limit:
             raise ConfigError("--top-k", plan.top_k, f"at most {limit}, what the {role}'s server can list", "lower it")
@@ -179,8 +182,8 @@ def _responses(
     if tasks is None:
         assert plan.responses is not None
         found = [
-            (str(name), replace(s, prompt_ids=tuple(team.student.render(s.prompt.messages))))
-            for name, s in read_responses(plan.responses, team.student)
+            (str(name), replace(s, prompt_ids=tuple(team.roster.student.render(s.prompt.messages))))
+            for name, s in read_responses(plan.responses, team.roster.student)
         ]
     else:
         prompts = tasks.heldout_prompts(plan.sequences)
@@ -202,8 +205,8 @@ async def _score_all(
     team: Team, teacher: Teacher, named: Sequence[tuple[str, TandemSample]], k: int, rule: MissingMass
 ) -> tuple[list[tuple[_Scored, AlignedScores]], int]:
     """Both sides' lists of each response, and how many have none because an answer was unusable."""
-    senior = team.clients["senior"]
-    for client in team.clients.values():
+    senior = team.servers.clients["senior"]
+    for client in team.servers.clients.values():
         await client.flush_cache()  # a kept prefix would change the last bits
     samples = [s for _, s in named]
     tops = await student_candidates(senior, samples, k)

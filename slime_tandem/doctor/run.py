@@ -23,6 +23,7 @@ from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.protocol import GenerateRequest
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import rollout
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.training.rows import Response, build_rows
 from slime_tandem.training.trainer import Trainer
@@ -53,14 +54,14 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         return findings
     try:
         tasks = TaskSet(config.tasks, config.seed)
-        team = Team(config, config.run_dir / "logs")
-        policy = _policy(config, team)
-        add(Finding("models", "pass", ", ".join(f"{role}: {team.folders[role]}" for role in team.roles)))
+        roster = Roster(config)
+        policy = _policy(config, roster)
+        add(Finding("models", "pass", ", ".join(f"{role}: {folder}" for role, folder in roster.folders.items())))
         width = policy.architecture.vocab_size
-        add(attempt("tokenizer", lambda: probes.tokenizer(team.student, "senior", width)))
-        for role in team.roles[1:]:
-            add(attempt("tokenizer", lambda role=role: probes.tokenizer(team.tokenizers[role], role)))  # type: ignore[misc]
-        with team:
+        add(attempt("tokenizer", lambda: probes.tokenizer(roster.student, "senior", width)))
+        for role in roster.roles[1:]:
+            add(attempt("tokenizer", lambda role=role: probes.tokenizer(roster.tokenizers[role], role)))  # type: ignore[misc]
+        with Team(roster, config.run_dir / "logs") as team:
             _Bedside(config, team, tasks, policy, add, prompts, length_updates).examine()
     except (TandemError, OSError) as error:
         if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
@@ -69,9 +70,9 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
     return findings
 
 
-def _policy(config: RunConfig, team: Team) -> MegatronPolicy:
+def _policy(config: RunConfig, roster: Roster) -> MegatronPolicy:
     return MegatronPolicy.from_hf(
-        team.folders["senior"],
+        roster.folders["senior"],
         config.optimizer,
         trust_remote_code=config.models.trust_remote_code,
         threads=config.train.threads,
@@ -96,13 +97,15 @@ class _Bedside:
         self.plain = _plain(config)
         self.trainer = Trainer(self.plain, policy, None)
         # A server that somebody else started may hold any dtype.
-        exact = config.models.dtype == "float32" and config.engine.senior_url is None and not team.fused
+        exact = config.models.dtype == "float32" and config.engine.senior_url is None and not team.roster.fused
         self.tolerance: Tolerance = FLOAT32 if exact else BFLOAT16
 
     def examine(self) -> None:
         config, samples_per = self.config, self.config.train.samples_per_prompt
         opd, tandem = config.opd.enabled, config.tandem.enabled
-        scored, _ = rollout(self.team, self.tasks, self.prompts, _ROLLOUT_ID, samples_per, tandem=tandem, score=opd)
+        scored, _ = rollout(
+            self.team, self.tasks, self.prompts, _ROLLOUT_ID, samples_per, tandem=tandem, score=opd
+        )
         samples = [s.sample for s in scored]
         responses = [Response.of(s) for s in samples]
         own = self.trainer.own_log_probs(responses, replayed=True)
@@ -133,7 +136,7 @@ class _Bedside:
             )
             for i, (r, _) in enumerate(some)
         ]
-        results = self.team.runner.run(self.team.clients["senior"].generate(requests))
+        results = self.team.servers.run(self.team.servers.clients["senior"].generate(requests))
         theirs = [
             np.array([v for v in result.input_log_probs[1:] if v is not None], dtype=np.float64) for result in results
         ]
@@ -196,7 +199,7 @@ class _Bedside:
         name, cap = "length reward", self.config.sampling.max_new_tokens
         if self.updates == 0 or self.config.train.samples_per_prompt == 1:
             return Finding(name, "skip", "not asked for" if self.updates == 0 else "needs groups of at least two")
-        owns_server = "senior" in self.team.servers
+        owns_server = "senior" in self.team.servers.processes
         first = self._write(_ROLLOUT_ID + 1)
         sign = 1 if _lengths(first).mean() < 0.8 * cap else -1
         pulls: list[float] = []

@@ -31,7 +31,8 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
-from slime_tandem.team.team import Role, Team
+from slime_tandem.team.roster import Role, Roster
+from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray, Prompt, TandemSample
 
@@ -84,7 +85,7 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
     tasks = TaskSet(config.tasks, config.seed)
     prompts = tasks.heldout_prompts(config.eval.prompts)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
-    with Team(config, config.run_dir / "logs") as team:
+    with Team(Roster(config), config.run_dir / "logs") as team:
         return evaluate_senior(team, tasks, prompts, say)
 
 
@@ -118,11 +119,11 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     solo_correct = judge(solo)
     figures += solo_figures(solo, solo_correct, e.chains)
 
-    if "junior" not in team.roles:
+    if "junior" not in team.roster.roles:
         missing += undefined("handoff", NO_JUNIOR) + undefined("drift", NO_JUNIOR) + undefined("legibility", NO_JUNIOR)
     else:
         say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
-        rule = evaluation_rule(team.config, team.student.tokens)
+        rule = evaluation_rule(team.config, team.roster.student.tokens)
         handoff = write(EVAL_ROLLOUT_ID, e.chains, sampling, rule)
         handed_over = handoff_figures(handoff, judge(handoff), solo_correct, e.chains)
         if not any(s.switches for s in handoff):
@@ -134,7 +135,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
         figures += handed_over
 
         try:
-            require_same_tokenizer(team.student, team.tokenizers["junior"])
+            require_same_tokenizer(team.roster.student, team.roster.tokenizers["junior"])
             difference = None
         except TokenizerMismatchError as error:
             difference = f"senior and junior have different tokenizers: {error}"
@@ -142,13 +143,13 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
             full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
             say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
             drawn = write(DRIFT_ROLLOUT_ID, e.drift_samples, full)
-            own = [own_reading(s, team.student.tokens) for s in drawn]
+            own = [own_reading(s, team.roster.student.tokens) for s in drawn]
             figures += drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples)
-            readings = [own_reading(s, team.student.tokens) for s in solo]
+            readings = [own_reading(s, team.roster.student.tokens) for s in solo]
         else:
             missing += undefined("drift", difference)
-            junior = team.tokenizers["junior"]
-            readings = [foreign_reading(s, team.student.tokens, junior.render, junior.encode) for s in solo]
+            junior = team.roster.tokenizers["junior"]
+            readings = [foreign_reading(s, team.roster.student.tokens, junior.render, junior.encode) for s in solo]
         say("legibility: the junior reads the solo chains")
         figures += legibility_figures(readings, _scores(team, "junior", readings), e.chains)
 
@@ -158,7 +159,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     return Evaluation(
         setup={
             "slime_tandem": __version__,
-            "models": {role: str(folder) for role, folder in team.folders.items()},
+            "models": {role: str(folder) for role, folder in team.roster.folders.items()},
             "prompts": len(prompts),
             "chains": e.chains,
             "sampling": sampling.model_dump(exclude={"on_failed_sample"}),
@@ -200,7 +201,9 @@ def _no_handoff(rule: HandoffRule) -> str:
 def _scores(team: Team, role: Role, readings: Sequence[Reading]) -> list[FloatArray]:
     async def score() -> list[FloatArray]:
         # A kept prefix would change the last bits: the same command must give the same figures.
-        await team.clients[role].flush_cache()
-        return await log_probs_of(team.clients[role], readings, role=role, max_batch=team.config.engine.max_batch)
+        await team.servers.clients[role].flush_cache()
+        return await log_probs_of(
+            team.servers.clients[role], readings, role=role, max_batch=team.config.engine.max_batch
+        )
 
-    return with_revival(team, lambda: team.runner.run(score()))
+    return with_revival(team, lambda: team.servers.run(score()))

@@ -35,6 +35,7 @@ from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import evaluate, rollout, rollout_metrics, with_revival
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
@@ -114,16 +115,16 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             for arm in arms:
                 if resume and (arm.folder / "config.yaml").exists():
                     require_same_settings(arm.folder / "config.yaml", arm.config)
-            team = Team(config, run_dir / "logs")
-            architecture_of(load_hf_config(team.folders["senior"], config.models.trust_remote_code))
-            _check_boundaries(run_dir / "boundaries.json", team.boundaries)
-            with team:
-                if team.teacher_specs:
+            roster = Roster(config)
+            architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
+            _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
+            with Team(roster, run_dir / "logs") as team:
+                if roster.teacher_specs:
                     for teacher in team.panel.teachers:
                         print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
                     for prompt in tasks.listed_prompts:  # a name that no teacher has is told now, not when it is drawn
                         team.panel.route(prompt)
-                _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
+                _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         except BaseException as error:
@@ -202,7 +203,7 @@ def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
 
 def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
     config = arm.config
-    start = team.folders["senior"]
+    start = team.roster.folders["senior"]
     policy = MegatronPolicy.from_hf(
         start,
         config.optimizer,
@@ -233,14 +234,14 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
             saved, whole = step, True
             try:
                 while step < config.train.steps:
-                    t0, retries = time.perf_counter(), team.retries
+                    t0, retries = time.perf_counter(), team.servers.retries
                     scored, seconds = _rollout(arm, team, tasks, step)
                     # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
                     # rows and checkpoint of different steps. It waits until the block is done.
                     with _shielded():
                         whole = False
                         row = _learn(trainer, arm, team, tasks, step, scored, seconds)
-                        row["engine/retries"] = float(team.retries - retries)
+                        row["engine/retries"] = float(team.servers.retries - retries)
                         row["time/step_s"] = time.perf_counter() - t0
                         writer.write_step(step, row)
                         rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
@@ -288,7 +289,7 @@ def _learn(
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, tasks, team.student.tokens.eos_ids),
+        **rollout_metrics(scored, tasks, team.roster.student.tokens.eos_ids),
         **group_metrics,
         **train_metrics,
         **seconds,
@@ -325,7 +326,7 @@ def _evaluate(
 
 
 def _transcript(team: Team, scored: ScoredSample):  # type: ignore[no-untyped-def]
-    return transcript_of(scored, [team.student.show(t) for t in scored.sample.response_ids])
+    return transcript_of(scored, [team.roster.student.show(t) for t in scored.sample.response_ids])
 
 
 @contextmanager

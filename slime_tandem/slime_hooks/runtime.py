@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig
@@ -25,7 +23,7 @@ from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.slime_hooks import wire
 from slime_tandem.slime_hooks.pool import WorkerPool
 from slime_tandem.slime_hooks.settings import scores_by_id, settings
-from slime_tandem.team.team import Team
+from slime_tandem.team.roster import Roster
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
 
 EVALUATION = 2**62
@@ -66,9 +64,9 @@ class Sharing:
 
 @dataclass(eq=False)
 class Runtime:
-    """Team and connections of a process. `aborted`: whether slime wants the rollout to end now."""
+    """Roster and connections of a process. `aborted`: whether slime wants the rollout to end now."""
 
-    team: Team
+    roster: Roster
     engines: Mapping[int, Engine]
     panel: TeacherPanel | None
     aborted: Callable[[], bool]
@@ -81,22 +79,22 @@ class Runtime:
         Raises DataError for a sample that holds a response by somebody else, EngineError where the response cannot be written
         and `sampling.on_failed_sample` is stop.
         """
-        sampling = sampling_of(sampling_params, self.team.config, evaluation=evaluation)
-        rule = self.team.tandem_rule if tandem else self.team.solo_rule
+        sampling = sampling_of(sampling_params, self.roster.config, evaluation=evaluation)
+        rule = self.roster.tandem_rule if tandem else self.roster.solo_rule
         prompt = wire.prompt_of(sample)
-        if self.team.spellers is not None and tandem and not prompt.messages:
+        if self.roster.spellers is not None and tandem and not prompt.messages:
             raise DataError(
                 f"messages of sample {sample.index}",
                 None,
                 "the raw chat, a junior with another tokenizer has a template of its own",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
-        options = self.team.writer_options(prompt, rule, None)
-        tokens = self.team.student.tokens
+        options = self.roster.writer_options(prompt, rule, None)
+        tokens = self.roster.student.tokens
         if sample.response_length:
             writer = TandemWriter.resume(wire.response_of(sample), rule, sampling, tokens, **options)
         else:
-            key = SampleKey(self.team.config.seed, EVALUATION if evaluation else 0, sample.index)
+            key = SampleKey(self.roster.config.seed, EVALUATION if evaluation else 0, sample.index)
             group = -1 if sample.group_index is None else sample.group_index
             writer = TandemWriter(
                 key, group, prompt, self.prompt_ids(sample, prompt), rule, sampling, tokens, **options
@@ -106,32 +104,32 @@ class Runtime:
             for author, engine in self.engines.items()
         }
         try:
-            response = await write_one(writer, engines, environment=self.team.environments)
+            response = await write_one(writer, engines, environment=self.roster.environments)
         except EngineUnavailableError:
             raise
         except EngineError as error:
-            if self.team.config.sampling.on_failed_sample == "stop":
+            if self.roster.config.sampling.on_failed_sample == "stop":
                 raise
-            wire.put_failure(sample, str(error), writer.prompt_ids, self.team.student.end_of_turn)
+            wire.put_failure(sample, str(error), writer.prompt_ids, self.roster.student.end_of_turn)
             return
-        wire.put_response(sample, response, junior_weight=self.team.config.tandem.junior_token_loss_weight)
+        wire.put_response(sample, response, junior_weight=self.roster.config.tandem.junior_token_loss_weight)
 
     def _shared(self, engine: Engine) -> Engine:
         # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.
-        return Sharing(engine) if scores_by_id(self.team.config) else engine
+        return Sharing(engine) if scores_by_id(self.roster.config) else engine
 
     def prompt_ids(self, sample: Any, prompt: Prompt) -> Sequence[int]:
         """The ids that slime itself would send: those that it has, else of the rendered text, else of the messages."""
         if sample.tokens:
             return list(sample.tokens)
         if isinstance(sample.prompt, str) and sample.prompt:
-            return list(self.team.student.hf.encode(sample.prompt, add_special_tokens=False))
-        return self.team.student.render(prompt.messages)
+            return list(self.roster.student.hf.encode(sample.prompt, add_special_tokens=False))
+        return self.roster.student.render(prompt.messages)
 
     async def score(self, sample: Any) -> None:
         """Ask the teachers about a finished sample, and keep what they say in it."""
         assert self.panel is not None, "opd.enabled"
-        response = wire.response_of(sample, self.team.config.seed)
+        response = wire.response_of(sample, self.roster.config.seed)
         if not response.prompt.messages:
             raise DataError(
                 f"messages of sample {sample.index}",
@@ -196,7 +194,7 @@ async def connect(args: Any) -> Runtime:
     routers = {
         name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
     }
-    team = Team(config, Path(tempfile.gettempdir()))  # starts nothing, so nothing is logged there
+    roster = Roster(config)
     stack = contextlib.AsyncExitStack()  # until the process ends
 
     async def client(role: str) -> WorkerPool | EngineClient:
@@ -205,11 +203,11 @@ async def connect(args: Any) -> Runtime:
         def make(url: str) -> EngineClient:
             return EngineClient(
                 url, role=role, timeout_s=e.request_timeout_s, max_retries=e.max_retries, backoff_s=e.backoff_s,
-                api_key=team.api_key(), max_connections=0,
+                api_key=roster.api_key(), max_connections=0,
             )  # fmt: skip
 
         name = role.removeprefix("teacher ")
-        given = team.given_urls.get(role)
+        given = roster.members[role].url
         if given is not None:
             return await stack.enter_async_context(make(given))
         if name == "senior":
@@ -227,17 +225,17 @@ async def connect(args: Any) -> Runtime:
 
     senior = await client("senior")
     engines: dict[int, Engine] = {SENIOR: senior}
-    if "junior" in team.roles and not team.fused:  # a fused junior writes within the senior's requests
+    if "junior" in roster.members and not roster.fused:  # a fused junior writes within the senior's requests
         engines[JUNIOR] = await client("junior")
     panel = None
-    if team.teacher_specs:
+    if roster.teacher_specs:
         teachers = []
-        for role in team.teacher_specs:
+        for role in roster.teacher_specs:
             engine = await client(role)
             asked = Sharing(engine) if scores_by_id(config) else engine
-            teachers.append(team.teacher(role, asked, await engine.model_info()))
-        panel = TeacherPanel(teachers, team.scoring)
-    return Runtime(team, engines, panel, lambda: _aborted(args))
+            teachers.append(roster.teacher(role, asked, await engine.model_info()))
+        panel = TeacherPanel(teachers, roster.scoring)
+    return Runtime(roster, engines, panel, lambda: _aborted(args))
 
 
 def _aborted(args: Any) -> bool:

@@ -31,8 +31,8 @@ def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
     models = config.models
     if {models.senior, models.junior} & PUBLISHED.keys():
         return slime_sizes(hf_sizes(architecture(models.senior)), hf_sizes(architecture(models.junior)))
-    from slime_tandem.team.team import Team  # torch: not for those who only ask for sizes
+    from slime_tandem.team.roster import Roster  # torch: not for those who only ask for sizes
 
     # The teacher, which may be a size, is none of the engine's.
-    team = Team(config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})}), folder)
-    return slime_settings(team.folders["senior"], team.folders["junior"], team.fused_tables(), folder)
+    roster = Roster(config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})}))
+    return slime_settings(roster.folders["senior"], roster.folders["junior"], roster.fused_tables(), folder)

@@ -193,8 +193,8 @@ def evaluate(
     accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
     (of the solo ones without a junior).
     """
-    both = "junior" in team.roles
-    teacher = bool(team.teacher_specs)
+    both = "junior" in team.roster.roles
+    teacher = bool(team.roster.teacher_specs)
     solo, _ = rollout(
         team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both, plain=True
     )
@@ -202,9 +202,11 @@ def evaluate(
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
-        tandem, _ = rollout(team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher, plain=True)
+        tandem, _ = rollout(
+            team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher, plain=True
+        )
         tandem_accuracy = _accuracy(tandem, tasks)
-    kl: Mapping[str, float | None] = teacher_metrics(tandem, team.student.tokens.eos_ids)
+    kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
     return {

@@ -25,6 +25,7 @@ from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.tasks.families import TaskSet
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
@@ -121,9 +122,8 @@ def test_the_plot_is_one_svg_that_needs_nothing_else(written: Path) -> None:
 def servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:  # type: ignore[no-untyped-def]
     """A senior and a junior at work, for all tests that need no start of their own."""
     root = tmp_path_factory.mktemp("servers")
-    with Team(
-        config(trio, root, "opd.enabled=false", f"engine.junior_url={side_url('junior')}"), root / "logs"
-    ) as team:
+    roster = Roster(config(trio, root, "opd.enabled=false", f"engine.junior_url={side_url('junior')}"))
+    with Team(roster, root / "logs") as team:
         yield team
 
 
@@ -131,14 +131,15 @@ def servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def team(servers: Team, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     """The same servers; what a test changes in the team is undone after it."""
     with monkeypatch.context() as patch:
-        for name in ("config", "roles", "tokenizers"):
-            patch.setattr(servers, name, copy(getattr(servers, name)))
+        patch.setattr(servers, "roster", copy(servers.roster))
+        for name in ("config", "members", "tokenizers"):
+            patch.setattr(servers.roster, name, copy(getattr(servers.roster, name)))
         yield servers
 
 
 def test_the_same_settings_give_the_same_figures(trio, team: Team, written: Path) -> None:  # type: ignore[no-untyped-def]
     """In other processes, with other prompts computed together before."""
-    team.config = config(trio, written, "tandem.max_gap_tokens=3", "eval.handoff_strategy=word")
+    team.roster.config = config(trio, written, "tandem.max_gap_tokens=3", "eval.handoff_strategy=word")
     tasks = TaskSet(team.config.tasks, 0)
     evaluation = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print)
     assert evaluation.to_json()["results"] == json.loads((written / "eval.json").read_text())["results"]
@@ -148,7 +149,7 @@ def test_no_handoff_is_said_plainly(
     trio, team: Team, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]
     def on_these_servers(config: RunConfig, say: Callable[[str], None]) -> module.Evaluation:
-        team.config = config
+        team.roster.config = config
         tasks = TaskSet(config.tasks, config.seed)
         return module.evaluate_senior(team, tasks, tasks.heldout_prompts(config.eval.prompts), say)
 
@@ -172,7 +173,7 @@ def test_no_handoff_is_said_plainly(
 
 
 def test_without_a_junior_only_solo_is_measured(team: Team) -> None:
-    team.roles = ["senior"]  # what `tandem.enabled=false` makes of a team
+    del team.roster.members["junior"]  # what `tandem.enabled=false` makes of a team
     tasks = TaskSet(team.config.tasks, 0)
     results = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print).to_json()["results"]
     assert {name.split("/")[0] for name, r in results.items() if r["value"] is not None} == {"solo"}
@@ -231,7 +232,7 @@ def test_log_probs_are_those_of_transformers_whatever_the_sampling(trio, team: T
 
     sampling = team.config.sampling.model_copy(update={"temperature": 0.7, "top_k": 20, "top_p": 0.8})
     samples = team.write(TaskSet(team.config.tasks, 0).heldout_prompts(3), 1, 2, tandem=False, sampling=sampling)
-    readings = [own_reading(s, team.student.tokens) for s in samples]
+    readings = [own_reading(s, team.roster.student.tokens) for s in samples]
     got = {role: module._scores(team, role, readings) for role in ("senior", "junior")}
     for role, scores in got.items():
         model = AutoModelForCausalLM.from_pretrained(getattr(trio, role))
@@ -247,7 +248,7 @@ def test_log_probs_are_those_of_transformers_whatever_the_sampling(trio, team: T
 
 def test_handoff_chains_alternate_and_start_with_the_senior(trio, team: Team, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     c = config(trio, tmp_path, "eval.handoff_strategy=word", "tandem.max_gap_tokens=2")
-    rule = evaluation_rule(c, team.student.tokens)
+    rule = evaluation_rule(c, team.roster.student.tokens)
     samples = team.write(TaskSet(c.tasks, 0).heldout_prompts(3), 1, 3, tandem=True, rule=rule)
     for s in samples:
         assert [r.author for r in s.runs] == [1 - i % 2 for i in range(len(s.runs))]
@@ -288,7 +289,8 @@ def test_another_tokenizer_reads_the_text_in_its_own_ids(trio) -> None:  # type:
 
 def test_a_junior_with_another_tokenizer_has_no_drift_but_legibility(team: Team) -> None:
     # The server of the junior stays: what is tried is which ids are read, and what is said.
-    team.tokenizers["junior"] = replace(team.student, tokens=replace(team.student.tokens, special=frozenset({0})))
+    student = team.roster.student
+    team.roster.tokenizers["junior"] = replace(student, tokens=replace(student.tokens, special=frozenset({0})))
     tasks = TaskSet(team.config.tasks, 0)
     evaluation = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print)
     results = {r.name: r.estimate for r in evaluation.results}

@@ -281,6 +281,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     from slime_tandem.megatron.policy import MegatronPolicy
     from slime_tandem.tasks.families import TaskSet
     from slime_tandem.team.rollouts import rollout
+    from slime_tandem.team.roster import Roster
     from slime_tandem.team.team import Team
     from slime_tandem.training.rows import build_rows
     from slime_tandem.training.trainer import Trainer
@@ -311,7 +312,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     lengths = []
     policy = MegatronPolicy.from_hf(tmp_path / "short", config.optimizer, threads=1)
     trainer = Trainer(config, policy, None)
-    with Team(config, tmp_path / "logs") as team:
+    with Team(Roster(config), tmp_path / "logs") as team:
         team.send_weights(tmp_path / "short", "start")
         for step in range(14):
             scored, _ = rollout(team, tasks, tasks.train_prompts(step, 6), step, 8, tandem=True, score=False)
@@ -491,15 +492,16 @@ def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type
 def test_teachers_see_the_same_whether_they_read_along_or_afterwards(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from slime_tandem.tasks.families import TaskSet
     from slime_tandem.team.rollouts import rollout
+    from slime_tandem.team.roster import Roster
     from slime_tandem.team.team import Team
 
     config = RunConfig.from_mapping(settings(trio, tmp_path))
     along = config.model_copy(update={"opd": config.opd.model_copy(update={"overlap": 1})})
     tasks = TaskSet(config.tasks, config.seed)
-    with Team(config, tmp_path / "logs") as team:
+    with Team(Roster(config), tmp_path / "logs") as team:
         prompts = tasks.train_prompts(0, 3)
         after, _ = rollout(team, tasks, prompts, 0, 3, tandem=True, score=True)
-        team.config = along
+        team.roster.config = along
         early, measured = rollout(team, tasks, prompts, 0, 3, tandem=True, score=True)
     assert measured["rollout/failed_samples"] == 0
     for a, b in zip(after, early, strict=True):
@@ -515,6 +517,7 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
 
     from slime_tandem.models.hf import load_model
     from slime_tandem.tasks.families import TaskSet
+    from slime_tandem.team.roster import Roster
     from slime_tandem.team.team import Team
     from slime_tandem.types import AlignedScores, TandemSample
 
@@ -527,7 +530,7 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
             logits = models[role](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits, -1)
 
-    with Team(config, tmp_path / "logs") as team:
+    with Team(Roster(config), tmp_path / "logs") as team:
         team.send_weights(trio.senior, "start")
         samples = team.write(TaskSet(config.tasks, 0).train_prompts(0, 2), 0, 2, tandem=True)
         teacher = team.panel.teachers[0]

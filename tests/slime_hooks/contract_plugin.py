@@ -31,9 +31,9 @@ config = RunConfig.load(overrides=["opd.enabled=false"])
 tokens = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}))
 rule = HandoffRule.from_config(config.tandem, frozenset())
 student = SimpleNamespace(tokens=tokens, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1]), end_of_turn=0)
-team = SimpleNamespace(
+roster = SimpleNamespace(
     config=config, tandem_rule=rule, solo_rule=rule, spellers=None, student=student, environments=None,
     writer_options=lambda prompt, rule, tokens: WriterOptions(),
 )  # fmt: skip
 settings.use(settings.ANY, config)
-runtime.use(runtime.Runtime(team, {SENIOR: FromMemory(), JUNIOR: FromMemory()}, None, lambda: False))  # type: ignore[arg-type]
+runtime.use(runtime.Runtime(roster, {SENIOR: FromMemory(), JUNIOR: FromMemory()}, None, lambda: False))  # type: ignore[arg-type]

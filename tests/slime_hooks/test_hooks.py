@@ -56,7 +56,7 @@ def test_the_data_source_loads_by_its_import_string_without_slime() -> None:
     assert {"get_samples", "add_samples", "save", "load", "__len__"} <= set(vars(source))
 
 
-def team(*overrides: str) -> Any:
+def roster(*overrides: str) -> Any:
     config = RunConfig.load(overrides=["opd.enabled=false", "tandem.selection_strategy=alternating", *overrides])
     rule = HandoffRule.from_config(config.tandem, frozenset())
     solo = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), frozenset())
@@ -70,7 +70,7 @@ def team(*overrides: str) -> Any:
 
 
 def install(engines: dict[int, Any], *overrides: str, aborted: Any = lambda: False) -> Namespace:
-    made = team(*overrides)
+    made = roster(*overrides)
     runtime.use(runtime.Runtime(made, engines, None, aborted))
     settings.use(settings.ANY, made.config)
     return Namespace()
@@ -155,7 +155,7 @@ def test_a_failed_sample_has_its_reward_where_slime_looks_for_it(sample_class: A
 
 def test_a_prompt_without_messages_is_told_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
     args = install({SENIOR: scripted(1, 0)})
-    runtime._installed.team.spellers = (None, None)  # type: ignore[union-attr]
+    runtime._installed.roster.spellers = (None, None)  # type: ignore[union-attr]
     with pytest.raises(DataError, match=r"messages of sample 0=None.*MessagesDataSource"):
         generate(args, sample_class(prompt="xy"))
 

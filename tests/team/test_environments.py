@@ -19,7 +19,7 @@ from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.team.environments import Environments, calculator, find
 from slime_tandem.team.rollouts import successful
-from slime_tandem.team.team import Team
+from slime_tandem.team.roster import Roster
 from slime_tandem.types import FailedSample, Message, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("p/1", (Message("user", "12 + 34"),), "46", "t", {"spec": 0})
@@ -194,11 +194,11 @@ def test_an_environment_that_hangs_fails_its_response_alone(
     assert successful([failed, whole], "drop_sample") == [whole]
 
 
-def test_the_limit_is_a_setting(trio: Any, tmp_path: Path) -> None:
+def test_the_limit_is_a_setting(trio: Any) -> None:
     models = {"senior": str(trio.senior)}
     tree = {"models": models, "tandem": {"enabled": False}, "opd": {"enabled": False}}
-    team = Team(RunConfig.from_mapping({**tree, "engine": {"environment_timeout_s": 7}}), tmp_path)
-    assert team.environments.timeout_s == 7.0
+    roster = Roster(RunConfig.from_mapping({**tree, "engine": {"environment_timeout_s": 7}}))
+    assert roster.environments.timeout_s == 7.0
 
 
 def test_an_error_of_the_environments_own_is_no_time_out(

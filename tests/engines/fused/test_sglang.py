@@ -22,6 +22,7 @@ from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import TandemWriter, handoff_of
+from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
@@ -373,15 +374,15 @@ def test_a_team_writes_through_one_engine(engine: Any, tokens: TokenBytes, table
         }
     )
     prompts = [Prompt(f"p{i}", (Message("user", "the cat sat " * i),), None, "t") for i in range(1, 4)]
-    with Team(config, engine.server.log_file.parent / "team") as team:
-        assert team.tandem_rule.boundary == tables["word"]
+    with Team(Roster(config), engine.server.log_file.parent / "team") as team:
+        assert team.roster.tandem_rule.boundary == tables["word"]
         tandem = team.write(prompts, 0, 2, tandem=True)
         solo = team.write(prompts, 0, 2, tandem=False)
-        assert not team.servers
+        assert not team.servers.processes
     for sample in (*tandem, *solo):
         assert isinstance(sample, TandemSample)
         engine.reference.check(sample)
-    assert all(s.authorship_mask == team.tandem_rule.authorship(s.key, s.response_ids) for s in tandem)
+    assert all(s.authorship_mask == team.roster.tandem_rule.authorship(s.key, s.response_ids) for s in tandem)
     assert any(s.junior_tokens for s in tandem)
     assert not any(s.junior_tokens for s in solo)
 

@@ -1,0 +1,298 @@
+"""Who takes part in a run: the models' folders and tokenizers, the handoff rules, what is asked of the teachers.
+
+All of it is read and checked here, before anything is started. This module knows no process, no connection and no rollout:
+it is what slime's hooks and the launcher share with a run on this machine, whose servers are `team.servers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_tandem.config import RunConfig, Strategy, TandemConfig, TeacherSpec
+from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
+from slime_tandem.errors import ConfigError, ModelError
+from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
+from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
+from slime_tandem.protocol import Engine
+from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.junior_text import JuniorText
+from slime_tandem.rollout.writer import WriterOptions
+from slime_tandem.team.environments import Environments
+from slime_tandem.types import Message, Prompt
+
+Role = str
+"""senior, junior, teacher; each of several teachers is `teacher <name>`."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A role as the settings give it: `model`, a folder or `builtin:<name>`; `url`, a running server of it, or None."""
+
+    model: str
+    url: str | None
+
+
+def teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
+    """Teachers by role, none without `opd.enabled`; ConfigError for a task that none of them is for.
+
+    The tasks of a prompt file (family `jsonl`) are not known here; they are told when the file is read.
+
+    >>> list(teacher_specs(RunConfig.load(overrides=["opd.enabled=true"])))
+    ['teacher']
+    """
+    opd = config.opd
+    if not opd.enabled:
+        return {}
+    if not opd.teachers:
+        alone = TeacherSpec(
+            name="teacher",
+            model=config.models.teacher,
+            url=config.engine.teacher_url,
+            thinking=opd.thinking,
+            template_kwargs=opd.template_kwargs,
+        )
+        return {"teacher": alone}
+    _check_tasks(config)
+    return {f"teacher {spec.name}": spec for spec in opd.teachers}
+
+
+def _check_tasks(config: RunConfig) -> None:
+    """Whether each task of the run has a teacher of `opd.teachers`, each name is a task, and each signal has one teacher."""
+    opd = config.opd
+    if all(spec.tasks is not None for spec in opd.teachers):
+        named = {task for spec in opd.teachers for task in spec.tasks or ()}
+        for task in config.tasks:
+            if task.family != "jsonl" and task.family not in named:
+                raise ConfigError(
+                    "opd.teachers",
+                    [spec.name for spec in opd.teachers],
+                    f"one for task {task.family!r}",
+                    "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
+                )
+    families = {task.family for task in config.tasks}
+    for spec in opd.teachers:
+        strangers = sorted(set(spec.tasks or ()) - families)
+        if strangers and "jsonl" not in families:  # the tags of a prompt file are its own
+            raise ConfigError(
+                f"opd.teachers, {spec.name}: tasks",
+                strangers,
+                f"families of this run's tasks ({', '.join(sorted(families))})",
+                "correct the name, or leave it out",
+            )
+    for family in sorted(families - {"jsonl"}):
+        mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
+        mine = mine or [s.name for s in opd.teachers if s.tasks is None]
+        for setting, value, usual in (
+            ("opd.signal", opd.signal, "sampled"),
+            ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+        ):
+            if len(mine) > 1 and value not in (usual, "full"):
+                raise ConfigError(
+                    setting,
+                    value,
+                    f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
+                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                )
+
+
+def members_of(config: RunConfig) -> dict[Role, Member]:
+    """Who takes part by the settings alone, the senior first; ConfigError as `teacher_specs`.
+
+    >>> for role, member in members_of(RunConfig.load(overrides=["engine.teacher_url=http://gpu7:30000"])).items():
+    ...     print(f"{role}: {member}")
+    senior: Member(model='builtin:senior', url=None)
+    junior: Member(model='builtin:junior', url=None)
+    teacher: Member(model='builtin:teacher', url='http://gpu7:30000')
+    >>> list(members_of(RunConfig.load(overrides=["tandem.enabled=false", "eval.tandem=false", "opd.enabled=false"])))
+    ['senior']
+    """
+    models, engine = config.models, config.engine
+    members: dict[Role, Member] = {"senior": Member(models.senior, engine.senior_url)}
+    if _tandem(config).enabled:
+        members["junior"] = Member(models.junior, engine.junior_url)
+    return members | {role: Member(spec.model, spec.url) for role, spec in teacher_specs(config).items()}
+
+
+def _tandem(config: RunConfig) -> TandemConfig:
+    """The tandem of the run, on also where only its evaluation has a junior."""
+    return config.tandem.model_copy(update={"enabled": config.tandem.enabled or config.eval.tandem})
+
+
+@contextlib.contextmanager
+def _of_role(role: Role) -> Iterator[None]:
+    """Say in a ModelError whose model it is: two roles may have folders of the same name, or the same folder."""
+    try:
+        yield
+    except ModelError as error:
+        raise error.within(f"{'models.' if ' ' not in role else 'opd.teachers, '}{role}") from error
+
+
+class Roster:
+    """Who takes part in a run, read from `config` and checked; starts nothing and opens no connection.
+
+    `members` (`members_of`) and `teacher_specs` say who; `folders` and `tokenizers` have one entry for each of them.
+    `boundaries` are the ids after which an author may change, `tandem_rule` hands over at them, `solo_rule` is the senior's
+    alone. `spellers` are the junior's and the senior's, None where they share a tokenizer. `environments` answer between turns.
+
+    Raises ModelError, TokenizerMismatchError and ConfigError, all before anything is started. A run is then
+
+        roster = Roster(config)
+        with Team(roster, config.run_dir / "logs") as team:
+            samples = team.write(prompts, 0, 8, tandem=True)
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.members = members_of(config)
+        self.teacher_specs = teacher_specs(config)
+        self.folders: dict[Role, Path] = {}
+        self.tokenizers: dict[Role, ModelTokenizer] = {}
+        tandem = _tandem(config)
+        same = tandem.enabled and tandem.junior_tokenizer == "same"
+        for role in self.members:
+            self._read(role, special=role == "senior" or (role == "junior" and same))
+        self.environments = Environments(config.tasks, self.student, timeout_s=config.engine.environment_timeout_s)
+        self._check_list_lengths()
+        self.spellers = None
+        if same:
+            require_same_tokenizer(self.student, self.tokenizers["junior"])
+        elif tandem.enabled:
+            self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
+        self.boundaries = BoundaryRecord.resolve(tandem, self.student.tokens)
+        self.tandem_rule = HandoffRule.from_config(tandem, self.boundaries.ids)
+        self.solo_rule = HandoffRule.from_config(tandem.model_copy(update={"enabled": False}), self.boundaries.ids)
+
+    def _read(self, role: Role, *, special: bool) -> None:
+        """Find a role's folder and load its tokenizer; `special`: its special tokens must be rows of the model, too."""
+        models, member = self.config.models, self.members[role]
+        with _of_role(role):
+            folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir))
+            if member.url is None or role == "senior":
+                check_model_folder(folder)
+            self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=models.trust_remote_code)
+            require_rows(self.tokenizers[role], special=special)
+
+    def _check_list_lengths(self) -> None:
+        if not self.teacher_specs:
+            return
+        opd = self.config.opd
+        most = min(len(self.tokenizers[role].tokens.table) for role in ("senior", *self.teacher_specs))
+        for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
+            if k > most:  # the defaults are within any vocabulary
+                raise ConfigError(
+                    f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
+                )
+
+    @property
+    def roles(self) -> list[Role]:
+        """All roles, the senior first."""
+        return list(self.members)
+
+    @property
+    def student(self) -> ModelTokenizer:
+        """The senior's tokenizer: all ids of a run are its own."""
+        return self.tokenizers["senior"]
+
+    @property
+    def fused(self) -> bool:
+        """Whether senior and junior decode inside one server."""
+        return self.config.engine.mode == "fused"
+
+    @property
+    def scoring(self) -> Scoring:
+        """What the run asks of its teachers."""
+        opd, chosen = self.config.opd, self.config.opd.selection
+        return Scoring(
+            opd.alignment,
+            0 if opd.signal == "sampled" else opd.top_k,
+            opd.support,
+            0 if chosen.mask == "full" else chosen.top_k,
+            chosen.missing_mass == "exact",
+        )
+
+    def fused_tables(self) -> list[frozenset[int]]:
+        """The run's own boundary ids, and those of the strategies: evaluation hands over by another one than training."""
+        tokens, classes = self.student.tokens, self.config.tandem.boundary_classes
+        named: tuple[Strategy, ...] = ("word", "sentence")
+        sets = {boundary_ids(s, tokens.table, tokens.special, classes=classes) for s in named}
+        return [ids for ids in {self.tandem_rule.boundary, *sets} if ids]
+
+    def api_key(self) -> str | None:
+        """The servers' key, None: they take none; raises ConfigError for a variable that is not set or holds no key."""
+        name = self.config.engine.api_key_env
+        if name is None:
+            return None
+        value = os.environ.get(name)
+        if not value:
+            raise ConfigError("engine.api_key_env", name, "an environment variable that is set", f"export {name}")
+        if not (value.isascii() and value.isprintable()) or " " in value:
+            raise ConfigError(
+                f"the variable {name} of engine.api_key_env",
+                "(not shown)",
+                "a key of printable ASCII without blanks",
+                "export it without a line end",
+            )
+        return value
+
+    def writer_options(self, prompt: Prompt, rule: HandoffRule, tokens_per_request: int | None) -> WriterOptions:
+        """How a response to this prompt is written, beside the rule and the sampling."""
+        t = self.config.tandem
+        junior_text = None
+        if self.spellers is not None and rule is not self.solo_rule:
+            junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
+        return WriterOptions(
+            custom_boundary=t.boundary_token_ids is not None and rule.boundary == frozenset(t.boundary_token_ids),
+            boundary_classes=t.boundary_classes,
+            score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
+            junior_text=junior_text,
+            refuse_fallback=t.on_unexpressible == "error",
+            tokens_per_request=tokens_per_request,
+            fused=self.fused and rule is not self.solo_rule,
+        )
+
+    def teacher(self, role: Role, engine: Engine, info: Mapping[str, Any]) -> Teacher:
+        """The scorer of a role whose server, asked through `engine`, says `info` of itself.
+
+        Raises ModelError for a server of another model, or a tokenizer that cannot be aligned.
+        """
+        spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
+        kwargs = spec.template_kwargs
+        aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
+        teacher = Teacher(
+            engine,
+            aligner,
+            lambda messages: t.render(messages, kwargs),
+            t.encode,
+            lambda messages: t.bridge(messages, kwargs),
+            name=spec.name,
+            tasks=None if spec.tasks is None else frozenset(spec.tasks),
+            weight=spec.weight,
+            max_batch=self.config.engine.max_batch,
+            concurrency=opd.concurrency,
+            max_tokens=_max_tokens(self.folders[role], info),
+        )
+        with _of_role(role):
+            if url := self.members[role].url:
+                check_served_model(info, self.folders[role], url)
+            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are told now
+            check_teacher(teacher)
+        return teacher
+
+
+def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:
+    """Input tokens that a server of `folder` takes: what it tells, else what the model's config says, else None."""
+    told = info.get("max_total_tokens")
+    if isinstance(told, int):
+        return told
+    # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
+    # _validate_one_request).
+    context = read_model_config(folder).get("max_position_embeddings")
+    return context - 1 if isinstance(context, int) else None

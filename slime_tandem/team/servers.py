@@ -1,0 +1,139 @@
+"""The servers of a roster on this machine: started, restarted after a crash, stopped; and one client for each role.
+
+A role whose `engine.<role>_url` is set uses that running server (SGLang or `slime-tandem serve`); the others get an
+embedded server of their own as a child process. This module knows no prompt, no sample and no score, and none of the weights
+that a server was given since it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.fused.junior import FusedJunior
+from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.team.roster import Role, Roster
+
+T = TypeVar("T")
+_SGLANG_START_S = 300.0
+"""SGLang imports and compiles for longer than an embedded server takes to start."""
+_DYING_S = 5.0
+
+
+class Servers:
+    """Processes and clients of a roster; `start`, then `stop` on every path. Logs go to `log_dir`.
+
+    `processes` are the servers that were started here, by role: none for a role with a URL of its own, nor for a junior inside
+    the senior's server. `clients` has every role. The clients live in one event loop, which `run` enters.
+    """
+
+    def __init__(self, roster: Roster, log_dir: Path) -> None:
+        self.roster, self.log_dir = roster, log_dir
+        self.processes: dict[Role, ServerProcess | FusedServer] = {}
+        self.clients: dict[Role, EngineClient] = {}
+        self._runner = asyncio.Runner()
+        self._connections = contextlib.AsyncExitStack()
+
+    def run(self, question: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the clients' event loop, and wait for it."""
+        return self._runner.run(question)
+
+    def start(self) -> None:
+        """Start what has no URL, side by side, and connect to all.
+
+        Raises ConfigError for a key that cannot be, before any process starts, then EngineUnavailableError for a server that
+        does not come up, ModelError and PortInUseError.
+        """
+        key = self.roster.api_key()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        for role, member in self.roster.members.items():
+            if member.url is None and not (self.roster.fused and role == "junior"):
+                self.processes[role] = self._process(role, key)
+                self.processes[role].launch()
+        for process in self.processes.values():
+            process.wait_ready()
+        for role in self.roster.members:
+            client = self.run(self._connections.enter_async_context(self._client(role, key)))
+            self.clients[role] = client
+            self.run(client.wait_ready(self.roster.config.engine.start_timeout_s))
+
+    def _process(self, role: Role, key: str | None) -> ServerProcess | FusedServer:
+        e, models, folders = self.roster.config.engine, self.roster.config.models, self.roster.folders
+        if self.roster.fused and role == "senior":
+            return FusedServer(
+                folders["senior"],
+                folders["junior"],
+                log_file=self.log_dir / "fused.log",
+                tables=self.roster.fused_tables(),
+                python=e.sglang_python,
+                host=e.host,
+                dtype=models.dtype,
+                api_key=key,
+                trust_remote_code=models.trust_remote_code,
+                start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),
+                args=e.sglang_args,
+            )
+        return ServerProcess(
+            str(folders[role]),
+            log_file=self.log_dir / f"{role.replace(' ', '-')}.log",
+            host=e.host,
+            dtype=models.dtype,
+            max_batch=e.max_batch,
+            cache_tokens=e.cache_tokens,
+            threads=e.threads,
+            api_key=key,
+            trust_remote_code=models.trust_remote_code,
+            start_timeout_s=e.start_timeout_s,
+        )
+
+    def _client(self, role: Role, key: str | None) -> EngineClient:
+        e = self.roster.config.engine
+        inside = self.roster.fused and role == "junior"
+        where = "senior" if inside else role
+        url = self.roster.members[where].url or self.processes[where].url
+        return (FusedJunior if inside else EngineClient)(
+            url,
+            role=role,
+            api_key=key,
+            timeout_s=e.request_timeout_s,
+            max_retries=e.max_retries,
+            backoff_s=e.backoff_s,
+        )
+
+    @property
+    def retries(self) -> int:
+        """HTTP requests repeated so far."""
+        return sum(client.retries for client in self.clients.values())
+
+    def restart_dead(self) -> list[Role]:
+        """Restart own servers that have died, with the weights of their folders; returns the roles restarted.
+
+        To be called when a server did not answer. One that is dying closes its connections before it counts as dead, so a
+        few seconds are given to it. Raises EngineUnavailableError for one that does not come up again.
+        """
+        end = time.monotonic() + _DYING_S
+        while True:
+            dead = [role for role, process in self.processes.items() if not process.is_alive()]
+            if dead or not self.processes or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        for role in dead:
+            self.processes[role].restart()
+        return dead
+
+    def stop(self) -> None:
+        """Close the clients and stop the processes that were started here."""
+        try:
+            self.run(self._connections.aclose())
+        finally:
+            self.clients.clear()
+            self._runner.close()
+            for process in self.processes.values():
+                process.stop()
+            self.processes.clear()

@@ -1,0 +1,91 @@
+"""Who takes part, as settings and folders say it; nothing is started for it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError, ModelError
+from slime_tandem.team.roster import Roster, members_of
+from slime_tandem.types import Message, Prompt
+
+PROMPT = Prompt("p", (Message("user", "1+1"),), "2", "t")
+
+
+def config(trio: Any, **sections: Any) -> RunConfig:
+    models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
+    return RunConfig.from_mapping({"models": models, "opd": {"enabled": True, "top_k": 4}, **sections})
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process and no connection: either would fail the test."""
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a roster starts nothing")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_roster_reads_all_and_starts_nothing(trio: Any) -> None:
+    roster = Roster(config(trio, engine={"teacher_url": "http://127.0.0.1:9"}))
+    assert roster.roles == ["senior", "junior", "teacher"] == list(roster.folders) == list(roster.tokenizers)
+    assert roster.folders["junior"] == trio.junior
+    assert roster.members["teacher"].url == "http://127.0.0.1:9"
+    assert roster.student is roster.tokenizers["senior"]
+    assert roster.tandem_rule.prob_senior < roster.solo_rule.prob_senior == 1.0
+    assert roster.tandem_rule.boundary == roster.boundaries.ids
+    assert roster.tandem_rule.boundary in roster.fused_tables()
+    assert roster.scoring.top_k == 0, "the sampled token's log-prob alone"
+    assert roster.api_key() is None
+
+
+def test_a_response_by_the_senior_alone_has_no_options_of_a_tandem(trio: Any) -> None:
+    roster = Roster(config(trio, tandem={"junior_token_loss_weight": 0.5}))
+    together = roster.writer_options(PROMPT, roster.tandem_rule, 4)
+    alone = roster.writer_options(PROMPT, roster.solo_rule, None)
+    assert (together["score_junior"], together["tokens_per_request"]) == (True, 4)
+    assert (alone["score_junior"], alone["fused"], alone["junior_text"]) == (False, False, None)
+
+
+def test_who_takes_part_follows_from_the_settings() -> None:
+    def roles(*overrides: str) -> list[str]:
+        return list(members_of(RunConfig.load(overrides=overrides)))
+
+    assert roles("opd.enabled=false") == ["senior", "junior"]
+    assert roles("opd.enabled=false", "tandem.enabled=false", "eval.tandem=true") == ["senior", "junior"]
+    assert roles("tandem.enabled=false", "eval.tandem=false") == ["senior", "teacher"]
+    two = 'opd.teachers=[{name: "maths", model: a}, {name: "code", model: b, url: "http://h:1"}]'
+    several = members_of(RunConfig.load(overrides=[two]))
+    assert list(several)[2:] == ["teacher maths", "teacher code"]
+    assert (several["teacher code"].model, several["teacher code"].url) == ("b", "http://h:1")
+
+
+def test_what_cannot_take_part_is_refused_by_role(trio: Any, tmp_path: Path) -> None:
+    models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
+    with pytest.raises(ModelError, match=r"models\.junior"):
+        Roster(RunConfig.from_mapping({"models": {**models, "junior": str(tmp_path / "none")}}))
+    with pytest.raises(ConfigError, match=r"opd\.top_k=100000: .*smallest vocabulary"):
+        Roster(config(trio, opd={"enabled": True, "top_k": 100000}))
+
+
+@pytest.mark.parametrize(("value", "told"), [(None, r"engine\.api_key_env"), ("two words", r"KEY_OF_TEST.*not shown")])
+def test_a_key_that_cannot_be_is_refused_and_not_shown(
+    trio: Any, monkeypatch: pytest.MonkeyPatch, value: str | None, told: str
+) -> None:
+    monkeypatch.delenv("KEY_OF_TEST", raising=False)
+    roster = Roster(config(trio, engine={"api_key_env": "KEY_OF_TEST"}))
+    if value is not None:
+        monkeypatch.setenv("KEY_OF_TEST", value)
+    with pytest.raises(ConfigError, match=told) as caught:
+        roster.api_key()
+    assert "two words" not in str(caught.value)
+    monkeypatch.setenv("KEY_OF_TEST", "one-word")
+    assert roster.api_key() == "one-word"
