@@ -133,6 +133,7 @@ def side_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     for.
     """
     from slime_tandem.engines.processes import ServerProcess
+    from slime_tandem.engines.serve_options import ServeOptions
 
     logs = tmp_path_factory.mktemp("frozen")
     urls: dict[str, str] = {}
@@ -141,7 +142,9 @@ def side_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         def url(role: str) -> str:
             assert role in ("junior", "teacher")
             if role not in urls:
-                server = ServerProcess(getattr(trio, role), log_file=logs / f"{role}.log", cache_tokens=4096)
+                server = ServerProcess(
+                    getattr(trio, role), ServeOptions(cache_tokens=4096), log_file=logs / f"{role}.log"
+                )
                 urls[role] = stack.enter_context(server).url
             return urls[role]
 

@@ -26,7 +26,8 @@ import torch
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.fused.launch import FusedServer, Sglang
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest
@@ -165,11 +166,10 @@ def main() -> int:
     with FusedServer(
         args.senior,
         args.junior,
-        log_file=args.log,
+        ServeOptions(dtype=args.dtype),
         tables=tables,
-        python=args.sglang_python,
-        dtype=args.dtype,
-        args=flags,
+        sglang=Sglang(args.sglang_python, args=flags),
+        log_file=args.log,
     ) as server:
         check = Check(args, server.url)
         result = asyncio.run(check.tandem())

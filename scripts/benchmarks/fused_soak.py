@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from slime_tandem.config import SamplingConfig, Strategy
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.errors import EngineError
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.boundaries import boundary_ids
@@ -136,7 +136,7 @@ def main() -> int:
     else:
         flags = ("--max-total-tokens", str(args.pool), "--schedule-conservativeness", "0.05")
         with FusedServer(
-            args.senior, args.junior, log_file=args.log, tables=tables, python=args.sglang_python, args=flags
+            args.senior, args.junior, tables=tables, sglang=Sglang(args.sglang_python, args=flags), log_file=args.log
         ) as server:
             args.url = server.url
             start = time.perf_counter()

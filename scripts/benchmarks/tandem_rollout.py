@@ -415,6 +415,7 @@ def gpu(args: argparse.Namespace) -> None:
 def traffic(args: argparse.Namespace) -> None:
     """Bytes sent per response length, whole contexts against sessions; two embedded servers with tiny random models."""
     from slime_tandem.engines.processes import ServerProcess
+    from slime_tandem.engines.serve_options import ServeOptions
     from slime_tandem.models.tokenizer import ModelTokenizer
     from slime_tandem.rollout.boundaries import boundary_ids
 
@@ -437,10 +438,10 @@ def traffic(args: argparse.Namespace) -> None:
                     )
         return rows
 
-    options: dict[str, Any] = {"max_batch": 4, "cache_tokens": 40000}
+    options = ServeOptions(max_batch=4, cache_tokens=40000)
     with (
-        ServerProcess(root / "senior", log_file=root / "s.log", **options) as s,
-        ServerProcess(root / "junior", log_file=root / "j.log", **options) as j,
+        ServerProcess(root / "senior", options, log_file=root / "s.log") as s,
+        ServerProcess(root / "junior", options, log_file=root / "j.log") as j,
     ):
         rows = asyncio.run(main((s.url, j.url)))
     if args.out:

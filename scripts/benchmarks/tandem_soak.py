@@ -30,6 +30,7 @@ from bench_models import tiny_pair
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.errors import EngineError
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -250,10 +251,10 @@ def main() -> None:
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tandem-soak-"))
     folder = tiny_pair(root, context=512, eos=True)
-    options: dict[str, Any] = {"max_batch": 64, "cache_tokens": 16384}
+    options = ServeOptions(max_batch=64, cache_tokens=16384)
     with (
-        ServerProcess(root / "senior", log_file=root / "s.log", **options) as s,
-        ServerProcess(root / "junior", log_file=root / "j.log", **options) as j,
+        ServerProcess(root / "senior", options, log_file=root / "s.log") as s,
+        ServerProcess(root / "junior", options, log_file=root / "j.log") as j,
     ):
         result = asyncio.run(soak(args, [s, j], folder))
     print(json.dumps(result, indent=1))

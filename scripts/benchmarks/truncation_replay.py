@@ -22,6 +22,7 @@ import torch
 from slime_tandem.config import RunConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -98,7 +99,7 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         with (
             tempfile.TemporaryDirectory() as logs,
-            ServerProcess(folder, log_file=Path(logs) / "log", dtype=dtype) as server,
+            ServerProcess(folder, ServeOptions(dtype=dtype), log_file=Path(logs) / "log") as server,
         ):
             for name, cut in CUTS.items():
                 results = write(server.url, prompts, cut, sorted(tokenizer.tokens.eos_ids), args.temperature)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from slime_tandem.cli import flags
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError
 
 
@@ -33,12 +34,8 @@ def add(commands: flags.Commands) -> None:
         "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
     )
     parser.add_argument("sglang_args", nargs="*", metavar="-- SGLANG_ARGS", help="with --fused")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
-    parser.add_argument("--port", type=int, default=30000, help="0: any free port")
+    ServeOptions.add_flags(parser, "host", "port", "max_batch", "cache_tokens", "threads")
     flags.add_dtype(parser, "weights")
-    parser.add_argument("--max-batch", type=int, default=256, help="sequences decoded at once")
-    parser.add_argument("--cache-tokens", type=int, default=65536, help="KV cache, tokens")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     flags.add_api_key_env(parser, "environment variable with the key that clients must send")
     flags.add_cache_dir(parser)
     flags.add_trust_remote_code(parser, "the model folder")
@@ -55,22 +52,12 @@ def run(args: argparse.Namespace) -> int:
         return _run_fused(args, key)
     if args.model is None or args.sglang_args:
         raise ConfigError("MODEL", args.model, "one model folder", "name it, or use --fused SENIOR JUNIOR")
-    serve(
-        str(resolve_model(args.model, Path(args.cache_dir))),
-        host=args.host,
-        port=args.port,
-        dtype=args.dtype,
-        max_batch=args.max_batch,
-        cache_tokens=args.cache_tokens,
-        threads=args.threads,
-        api_key=key,
-        trust_remote_code=args.trust_remote_code,
-    )
+    serve(str(resolve_model(args.model, Path(args.cache_dir))), ServeOptions.from_args(args, key))
     return 0
 
 
 def _run_fused(args: argparse.Namespace, key: str | None) -> int:
-    from slime_tandem.engines.fused.launch import FusedServer, shared_tables
+    from slime_tandem.engines.fused.launch import FusedServer, Sglang, shared_tables
     from slime_tandem.models.builtin import resolve_model
     from slime_tandem.models.hf import check_model_folder
     from slime_tandem.models.text_tokenizer import load_response
@@ -88,16 +75,12 @@ def _run_fused(args: argparse.Namespace, key: str | None) -> int:
     server = FusedServer(
         senior,
         junior,
-        log_file=None,
+        ServeOptions(
+            host=args.host, port=args.port, dtype=args.dtype, api_key=key, trust_remote_code=args.trust_remote_code
+        ),
         tables=tables,
-        python=args.sglang_python,
-        allow_unknown_version=args.allow_unknown_version,
-        host=args.host,
-        port=args.port,
-        dtype=args.dtype,
-        api_key=key,
-        trust_remote_code=args.trust_remote_code,
-        args=extra,
+        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra),
+        log_file=None,
     )
     try:
         server.launch()

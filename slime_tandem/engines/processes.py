@@ -17,12 +17,13 @@ import time
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
 from slime_tandem.errors import EngineUnavailableError
 
-_API_KEY_ENV = "SLIME_TANDEM_API_KEY"
 _LOG_LINES = 20
 _POLL_S = 0.05
 
@@ -31,9 +32,9 @@ class ChildServer(ABC):
     """A server for the model folder `model`, as a child process with a session (so a process group) of its own.
 
     Ctrl-C in the terminal therefore reaches the parent alone, and `stop` reaches every process that the child started. Its
-    output goes to `log_file`, or where this process's own goes for None. `port` 0 takes any free port at the first start;
-    a restart uses the same one again. `threads` bounds OpenMP's threads in each process. Use as a context manager, or
-    `start` and `stop`.
+    output goes to `log_file`, or where this process's own goes for None. `options.port` 0 takes any free port at the first
+    start; a restart uses the same one again. `options.threads` bounds OpenMP's threads in each process. Use as a context
+    manager, or `start` and `stop`.
     """
 
     health_timeout_s = 1.0
@@ -42,18 +43,16 @@ class ChildServer(ABC):
     def __init__(
         self,
         model: str | os.PathLike[str],
+        options: ServeOptions,
         *,
         log_file: str | os.PathLike[str] | None,
-        host: str,
-        port: int,
-        threads: int,
         start_timeout_s: float,
     ) -> None:
         self.model = os.fspath(model)
         self.log_file = None if log_file is None else Path(log_file)
-        self.host = host
-        self._port = port
-        self._threads = threads
+        self.host = options.host
+        self._options = options
+        self._port = options.port
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -104,7 +103,7 @@ class ChildServer(ABC):
         if self.log_file is not None:
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
         # The thread pool must not spin: several processes share the cores (OpenMP reads these at import).
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(self._threads)}
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(self._options.threads)}
         env["TOKENIZERS_PARALLELISM"] = "false"
         env.update(self._environment())
         command = self._command()
@@ -186,52 +185,32 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 class ServerProcess(ChildServer):
-    """An embedded server for the model folder `model`, as a child process; it ends when its parent dies, even by SIGKILL."""
+    """An embedded server for the model folder `model`, as a child process; it ends when its parent dies, even by SIGKILL.
+
+    `options.port_file` is its own to choose.
+    """
 
     def __init__(
         self,
         model: str | os.PathLike[str],
+        options: ServeOptions = DEFAULT,
         *,
         log_file: str | os.PathLike[str],
-        host: str = "127.0.0.1",
-        port: int = 0,
-        dtype: str = "float32",
-        max_batch: int = 256,
-        cache_tokens: int = 65536,
-        threads: int = 1,
-        api_key: str | None = None,
-        served_name: str | None = None,
-        weight_version: str = "default",
-        trust_remote_code: bool = False,
         start_timeout_s: float = 120.0,
     ) -> None:
-        super().__init__(
-            model, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
-        )
+        super().__init__(model, options, log_file=log_file, start_timeout_s=start_timeout_s)
         self._port_file: Path | None = None
-        self._api_key = api_key
-        self._options = [
-            "--host", host, "--dtype", dtype, "--max-batch", str(max_batch), "--cache-tokens", str(cache_tokens),
-            "--threads", str(threads), "--weight-version", weight_version,
-        ]  # fmt: skip
-        if served_name is not None:
-            self._options += ["--served-name", served_name]
-        if trust_remote_code:
-            self._options.append("--trust-remote-code")
-        if api_key is not None:
-            self._options += ["--api-key-env", _API_KEY_ENV]
 
     def _environment(self) -> Mapping[str, str]:
-        return {} if self._api_key is None else {_API_KEY_ENV: self._api_key}
+        return self._options.environment()
 
     def _command(self) -> list[str]:
         handle, port_file = tempfile.mkstemp(prefix="slime-tandem-port-")
         os.close(handle)
         self._port_file = Path(port_file)
-        return [
-            sys.executable, "-m", "slime_tandem.engines.embedded.child", str(os.getpid()), self.model,
-            "--port", str(self._port), "--port-file", port_file, *self._options,
-        ]  # fmt: skip
+        options = replace(self._options, port=self._port, port_file=port_file)
+        child = "slime_tandem.engines.embedded.child"
+        return [sys.executable, "-m", child, str(os.getpid()), self.model, *options.argv()]
 
     def wait_ready(self) -> None:
         """As for every server; the file that told the port is gone afterwards."""

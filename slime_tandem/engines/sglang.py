@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from slime_tandem.engines.processes import ChildServer
+from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
 from slime_tandem.errors import EngineUnavailableError, PortInUseError
 
 CPU_ARGS = (
@@ -48,7 +49,8 @@ class SglangProcess(ChildServer):
     """Real SGLang for the model folder `model`; ends, with all its processes, when this process dies, even by SIGKILL.
 
     `python` is an interpreter that has SGLang. `device` "cpu" adds CPU_ARGS. `extra_args` win over all others but the port
-    (SGLang takes the last of a repeated flag). `port` 0 chooses a free one. Raises PortInUseError at launch for a busy port.
+    (SGLang takes the last of a repeated flag). Of `options` it takes host, port, threads and weight version, and raises
+    ConfigError for others; port 0 chooses a free one. Raises PortInUseError at launch for a busy port.
     """
 
     # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
@@ -57,24 +59,20 @@ class SglangProcess(ChildServer):
     def __init__(
         self,
         model: str | os.PathLike[str],
+        options: ServeOptions = DEFAULT,
         *,
         python: str | os.PathLike[str],
         log_file: str | os.PathLike[str],
         device: Literal["cpu", "cuda"] = "cpu",
         extra_args: Sequence[str] = (),
-        host: str = "127.0.0.1",
-        port: int = 0,
-        threads: int = 1,
-        weight_version: str = "default",
         start_timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(
-            model, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
-        )
+        super().__init__(model, options, log_file=log_file, start_timeout_s=start_timeout_s)
+        options.only("host", "port", "threads", "weight_version", server="SglangProcess")
         self.python = os.fspath(python)
         self._device = device
-        self._options = [
-            "--model-path", self.model, "--host", host, "--weight-version", weight_version,
+        self._flags = [
+            "--model-path", self.model, "--host", options.host, "--weight-version", options.weight_version,
             *(CPU_ARGS if device == "cpu" else ()), *extra_args,
         ]  # fmt: skip
 
@@ -94,7 +92,7 @@ class SglangProcess(ChildServer):
 
     def _command(self) -> list[str]:
         self._port = free_port(self.host, self._port)
-        return [self.python, "-c", _CHILD, str(os.getpid()), *self._options, "--port", str(self._port)]
+        return [self.python, "-c", _CHILD, str(os.getpid()), *self._flags, "--port", str(self._port)]
 
     def _find_port(self) -> bool:
         return True

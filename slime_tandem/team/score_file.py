@@ -23,6 +23,7 @@ from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TeacherScoreError
 from slime_tandem.files import require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
@@ -85,14 +86,10 @@ def score_file(job: ScoreJob) -> ScoreResult:
         url = job.teacher_url
         try:
             if url is None:
-                server = ServerProcess(
-                    str(check_model_folder(folder)),
-                    log_file=Path(logs) / "teacher.log",
-                    dtype=job.dtype,
-                    threads=os.cpu_count() or 1,
-                    api_key=job.api_key,
-                    trust_remote_code=trust,
+                options = ServeOptions(
+                    dtype=job.dtype, threads=os.cpu_count() or 1, api_key=job.api_key, trust_remote_code=trust
                 )
+                server = ServerProcess(check_model_folder(folder), options, log_file=Path(logs) / "teacher.log")
                 server.start()
                 url = server.url
             return asyncio.run(_score(job, url, student, tokenizer, samples))

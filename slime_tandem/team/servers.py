@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
-from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.team.roster import Role, Roster
 
 T = TypeVar("T")
@@ -65,32 +67,20 @@ class Servers:
 
     def _process(self, role: Role, key: str | None) -> ServerProcess | FusedServer:
         e, models, folders = self.roster.config.engine, self.roster.config.models, self.roster.folders
+        common = ServeOptions(host=e.host, dtype=models.dtype, api_key=key, trust_remote_code=models.trust_remote_code)
         if self.roster.fused and role == "senior":
             return FusedServer(
                 folders["senior"],
                 folders["junior"],
-                log_file=self.log_dir / "fused.log",
+                common,
                 tables=self.roster.fused_tables(),
-                python=e.sglang_python,
-                host=e.host,
-                dtype=models.dtype,
-                api_key=key,
-                trust_remote_code=models.trust_remote_code,
+                sglang=Sglang(e.sglang_python, args=e.sglang_args),
+                log_file=self.log_dir / "fused.log",
                 start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),
-                args=e.sglang_args,
             )
-        return ServerProcess(
-            str(folders[role]),
-            log_file=self.log_dir / f"{role.replace(' ', '-')}.log",
-            host=e.host,
-            dtype=models.dtype,
-            max_batch=e.max_batch,
-            cache_tokens=e.cache_tokens,
-            threads=e.threads,
-            api_key=key,
-            trust_remote_code=models.trust_remote_code,
-            start_timeout_s=e.start_timeout_s,
-        )
+        options = replace(common, max_batch=e.max_batch, cache_tokens=e.cache_tokens, threads=e.threads)
+        log_file = self.log_dir / f"{role.replace(' ', '-')}.log"
+        return ServerProcess(folders[role], options, log_file=log_file, start_timeout_s=e.start_timeout_s)
 
     def _client(self, role: Role, key: str | None) -> EngineClient:
         e = self.roster.config.engine

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ChildServer, ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sglang import SglangProcess
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
@@ -94,7 +95,7 @@ def _untied(like: Path, folder: Path, seed: int) -> Path:
 
 def _server(kind: str, folder: Path, log: Path) -> ChildServer:
     if kind == "embedded":
-        return ServerProcess(folder, log_file=log, max_batch=64, cache_tokens=4096)
+        return ServerProcess(folder, ServeOptions(max_batch=64, cache_tokens=4096), log_file=log)
     python = os.environ.get(SGLANG_PYTHON)
     if not python:
         pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")

@@ -15,6 +15,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, bank_id, writing
 from slime_tandem.diagnostics.export import BankPlan, export_bank
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.tokenizer import ModelTokenizer
 
 MODEL = {"model": "m", "vocabulary": "v", "weights": "w"}
@@ -78,7 +79,7 @@ def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
 def served(trio: Any, side_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Settings that name running servers of senior and teacher; starting some for each test takes long."""
     log = tmp_path_factory.mktemp("served") / "senior"
-    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
+    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as senior:
         yield [f"engine.senior_url={senior.url}", f"engine.teacher_url={side_url('teacher')}"]
 
 

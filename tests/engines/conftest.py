@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model, quiet_transformers
 
 BOS, EOS = 0, 1
@@ -100,7 +101,7 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A running server of the llama model; tests leave its weights as they were."""
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with ServerProcess(folders["llama"], log_file=log, max_batch=32, cache_tokens=4096) as process:
+    with ServerProcess(folders["llama"], ServeOptions(max_batch=32, cache_tokens=4096), log_file=log) as process:
         yield process
         assert process.is_alive(), log.read_text()
 

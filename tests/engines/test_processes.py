@@ -19,6 +19,7 @@ import pytest
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.embedded.server import main, serve
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError
 from slime_tandem.protocol import GenerateRequest
 
@@ -42,7 +43,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str, Path], tmp_path: Path) -> None:
     """Also the clean end: a request in flight gets its answer (here 503) and the exit code is 0."""
-    server = ServerProcess(folders["llama"], log_file=tmp_path / "log.txt", cache_tokens=1024)
+    server = ServerProcess(folders["llama"], ServeOptions(cache_tokens=1024), log_file=tmp_path / "log.txt")
     server.start()
     pid, url = server.pid, server.url
     assert pid is not None
@@ -86,7 +87,9 @@ def test_the_server_dies_with_a_killed_parent(folders: dict[str, Path], tmp_path
         f"""
         import time
         from slime_tandem.engines.processes import ServerProcess
-        server = ServerProcess({str(folders["llama"])!r}, log_file={str(tmp_path / "log.txt")!r}, cache_tokens=256)
+        from slime_tandem.engines.serve_options import ServeOptions
+        options = ServeOptions(cache_tokens=256)
+        server = ServerProcess({str(folders["llama"])!r}, options, log_file={str(tmp_path / "log.txt")!r})
         server.launch()
         print(server.pid, flush=True)
         time.sleep(600)
@@ -107,7 +110,7 @@ def test_the_server_dies_with_a_killed_parent(folders: dict[str, Path], tmp_path
 def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(server: ServerProcess, tmp_path: Path) -> None:
     """Here its port is taken by another healthy server, which must not be mistaken for it."""
     port = int(server.url.rsplit(":", 1)[1])
-    late = ServerProcess(server.model, log_file=tmp_path / "logs" / "log.txt", port=port)
+    late = ServerProcess(server.model, ServeOptions(port=port), log_file=tmp_path / "logs" / "log.txt")
     with pytest.raises(EngineUnavailableError) as caught:
         late.start()
     for part in ("exit code 2", "log.txt", f"PortInUseError: port={port}", "Remedy"):
@@ -132,17 +135,17 @@ def test_a_busy_port_is_told_before_anything_is_loaded(folders: dict[str, Path])
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"port={port}: .*Remedy"):
-            serve(str(folders["llama"]), port=port)
+            serve(str(folders["llama"]), ServeOptions(port=port))
 
 
 def test_unusable_settings_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
     for name in ("max_batch", "cache_tokens", "threads"):
         with pytest.raises(DataError, match=name):
-            serve("unused", port=0, **{name: 0})
+            serve("unused", ServeOptions(**{name: 0}))
     with pytest.raises(ModelError, match="existing folder"):
-        serve(str(tmp_path / "nothing"), port=0)
+        serve(str(tmp_path / "nothing"))
     with pytest.raises(EngineUnavailableError, match="host"):
-        serve(str(folders["llama"]), host="192.0.2.1", port=0)
+        serve(str(folders["llama"]), ServeOptions(host="192.0.2.1"))
 
 
 def test_the_command_line_prints_one_line_for_a_user_error(
@@ -180,6 +183,6 @@ def test_what_is_not_http_is_not_healthy(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=echo)
         thread.start()
-        server = Waiting(tmp_path, log_file=tmp_path / "log", port=listener.getsockname()[1])
+        server = Waiting(tmp_path, ServeOptions(port=listener.getsockname()[1]), log_file=tmp_path / "log")
         assert not server._healthy()
         thread.join()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sglang import CPU_ARGS, SglangProcess
 from slime_tandem.errors import EngineUnavailableError, PortInUseError
 
@@ -89,7 +90,8 @@ def test_the_tree_dies_with_a_killed_parent(note: Path, tmp_path: Path) -> None:
     code = textwrap.dedent(
         f"""
         import sys, time
-        from slime_tandem.engines.sglang import SglangProcess
+        from slime_tandem.engines.serve_options import ServeOptions
+from slime_tandem.engines.sglang import SglangProcess
         server = SglangProcess("m", python=sys.executable, log_file={str(tmp_path / "log")!r})
         server.start()
         print(server.pid, flush=True)
@@ -112,11 +114,11 @@ def test_unusable_settings_are_told(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"port={port}"):
-            SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", port=port).start()
+            SglangProcess("m", ServeOptions(port=port), python=sys.executable, log_file=tmp_path / "log").start()
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_number_that_is_no_port_is_refused(tmp_path: Path, port: int) -> None:
-    server = SglangProcess("m", python=sys.executable, log_file=tmp_path / "log", port=port)
+    server = SglangProcess("m", ServeOptions(port=port), python=sys.executable, log_file=tmp_path / "log")
     with pytest.raises(PortInUseError, match=f"port={port}: .*0-65535"):
         server.launch()

@@ -19,6 +19,7 @@ import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import BoundaryRecord
@@ -46,7 +47,7 @@ and the teacher; into the senior's every run sends its own weights first."""
 @pytest.fixture(scope="module", autouse=True)
 def _shared_servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
     log = tmp_path_factory.mktemp("shared") / "senior.log"
-    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as senior:
+    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as senior:
         _urls.update(senior_url=senior.url, junior_url=side_url("junior"), teacher_url=side_url("teacher"))
         yield
         _urls.clear()

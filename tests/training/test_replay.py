@@ -16,6 +16,7 @@ import torch
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import DataError
 from slime_tandem.local.run import train
 from slime_tandem.megatron.policy import MegatronPolicy
@@ -42,7 +43,7 @@ PROMPTS = [[5, 9, 30 + i, 60, 100 + i] for i in range(6)]
 @pytest.fixture(scope="module")
 def server(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("replay") / "log.txt"
-    with ServerProcess(trio.senior, log_file=log, cache_tokens=4096) as process:
+    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as process:
         yield process
 
 

@@ -26,6 +26,7 @@ from aiohttp import web
 from slime_tandem.engines.embedded.engine_thread import EngineThread
 from slime_tandem.engines.embedded.native_api import RequestParser, ServedModel, Sessions, answers, refuse
 from slime_tandem.engines.embedded.runner import Runner
+from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError
 from slime_tandem.models.hf import check_model_folder, load_model, load_tokenizer
 
@@ -228,85 +229,72 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(
-    model: str,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 30000,
-    dtype: str = "float32",
-    max_batch: int = 256,
-    cache_tokens: int = 65536,
-    threads: int = 1,
-    api_key: str | None = None,
-    served_name: str | None = None,
-    weight_version: str = "default",
-    trust_remote_code: bool = False,
-    port_file: str | None = None,
-) -> None:
+def serve(model: str, options: ServeOptions = DEFAULT) -> None:
     """Serve the model folder `model` until SIGTERM or SIGINT; prints one line with the URL when ready.
 
-    `port` 0 takes any free port; `port_file` gets its number as soon as it is taken. `cache_tokens` bounds, in tokens, both the
-    running sequences and the kept prefixes. Raises PortInUseError, ModelError, EngineUnavailableError.
+    Raises DataError for an option out of its bounds, PortInUseError, ModelError, EngineUnavailableError.
     """
-    for name, value, low, high in (
-        ("max_batch", max_batch, 1, 2**20),
-        ("cache_tokens", cache_tokens, 64, 2**31),
-        ("threads", threads, 1, 1024),
-        ("port", port, 0, 65535),
-    ):
-        if not low <= value <= high:
-            raise DataError(name, value, f"at least {low} and at most {high}", "choose another value")
+    options.check()
     check_model_folder(model)
-    sock = _listen(host, port)
+    sock = _listen(options.host, options.port)
     try:
         bound = sock.getsockname()[1]
-        if port_file is not None:
-            scratch = Path(f"{port_file}.part")
+        if options.port_file is not None:
+            scratch = Path(f"{options.port_file}.part")
             scratch.write_text(f"{bound}\n", encoding="utf-8")
-            scratch.replace(port_file)
-        torch.set_num_threads(threads)
+            scratch.replace(options.port_file)
+        torch.set_num_threads(options.threads)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        tokenizer = load_tokenizer(model, trust_remote_code)
-        hf_model = load_model(model, dtype, trust_remote_code)
-
-        gc.freeze()  # what is here by now stays; answers of many lists must not have it searched again and again
-
-        def load(path: str) -> Any:
-            return load_model(path, dtype, trust_remote_code)
-
-        runner_box: list[ServedModel] = []
-
-        def decode(ids: list[list[int]]) -> list[str]:
-            return runner_box[0].decode(ids, False)
-
-        try:
-            runner = Runner(
-                hf_model, decode, max_batch=max_batch, cache_tokens=cache_tokens, weight_version=weight_version
-            )
-        except (RuntimeError, MemoryError) as error:
-            if "memory" not in str(error) and not isinstance(error, MemoryError):
-                raise
-            expected = "a KV cache that fits into this machine's memory"
-            raise DataError("cache_tokens", cache_tokens, expected, "lower it") from error
-        max_tokens = min(runner.kv.context_length, cache_tokens)
-        facts = served_model(hf_model, tokenizer, max_tokens, runner.kv.vocab_size)
-        runner_box.append(facts)
+        runner, facts = _load(model, options)
+        name = options.served_name or model
         info = {
             "model_path": model,
             "tokenizer_path": model,
-            "served_model_name": served_name or model,
+            "served_model_name": name,
             "is_generation": True,
-            "vocab_size": runner.kv.vocab_size,
+            "vocab_size": facts.vocab_size,
             "context_length": runner.kv.context_length,
-            "max_total_tokens": max_tokens,
-            "dtype": dtype,
+            "max_total_tokens": facts.max_tokens,
+            "dtype": options.dtype,
             "engine": "slime_tandem",
         }
-        shown = f"[{host}]" if ":" in host else host
-        line = f"slime-tandem: serving {served_name or model} at http://{shown}:{bound}"
-        asyncio.run(_run(sock, runner, facts, info, load, api_key, line))
+
+        def load(path: str) -> Any:
+            return load_model(path, options.dtype, options.trust_remote_code)
+
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+        line = f"slime-tandem: serving {name} at http://{shown}:{bound}"
+        asyncio.run(_run(sock, runner, facts, info, load, options.api_key, line))
     finally:
         sock.close()
+
+
+def _load(model: str, options: ServeOptions) -> tuple[Runner, ServedModel]:
+    """The model with its KV cache, and what request checks need of it; DataError for a cache that memory cannot hold."""
+    tokenizer = load_tokenizer(model, options.trust_remote_code)
+    hf_model = load_model(model, options.dtype, options.trust_remote_code)
+    gc.freeze()  # what is here by now stays; answers of many lists must not have it searched again and again
+    facts: list[ServedModel] = []
+
+    def decode(ids: list[list[int]]) -> list[str]:
+        return facts[0].decode(ids, False)
+
+    try:
+        runner = Runner(
+            hf_model,
+            decode,
+            max_batch=options.max_batch,
+            cache_tokens=options.cache_tokens,
+            weight_version=options.weight_version,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        expected = "a KV cache that fits into this machine's memory"
+        raise DataError("cache_tokens", options.cache_tokens, expected, "lower it") from error
+    max_tokens = min(runner.kv.context_length, options.cache_tokens)
+    facts.append(served_model(hf_model, tokenizer, max_tokens, runner.kv.vocab_size))
+    return runner, facts[0]
 
 
 async def _run(
@@ -357,17 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", help="local Hugging Face folder (safetensors)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
-    parser.add_argument("--port", type=int, default=30000, help="port; 0: any free one")
-    parser.add_argument("--port-file", default=None, help="write the port's number to this file")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="weights and computation")
-    parser.add_argument("--max-batch", type=int, default=256, help="sequences decoded at once")
-    parser.add_argument("--cache-tokens", type=int, default=65536, help="KV cache, in tokens")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--api-key-env", default=None, help="environment variable that holds the API key to demand")
-    parser.add_argument("--served-name", default=None, help="name shown in /model_info")
-    parser.add_argument("--weight-version", default="default", help="version of the first weights")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model folder")
+    ServeOptions.add_flags(parser)
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT):  # while loading; `serve` installs its own afterwards
         signal.signal(number, lambda *_: os._exit(0))
@@ -377,20 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             api_key = os.environ.get(args.api_key_env)
             if not api_key:
                 raise DataError("--api-key-env", args.api_key_env, "a variable that is set", "export it")
-        serve(
-            args.model,
-            host=args.host,
-            port=args.port,
-            dtype=args.dtype,
-            max_batch=args.max_batch,
-            cache_tokens=args.cache_tokens,
-            threads=args.threads,
-            api_key=api_key,
-            served_name=args.served_name,
-            weight_version=args.weight_version,
-            trust_remote_code=args.trust_remote_code,
-            port_file=args.port_file,
-        )
+        serve(args.model, ServeOptions.from_args(args, api_key))
     except TandemError as error:
         print(f"slime-tandem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import slime_tandem
 from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
 from slime_tandem.engines.processes import ChildServer
+from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import weight_names
@@ -220,11 +222,27 @@ def slime_sizes(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> tuple[d
     return {name: own[name] for name in ("SGLANG_EXTERNAL_MODEL_PACKAGE", "PYTHONPATH")}, flags
 
 
+@dataclass(frozen=True)
+class Sglang:
+    """Whose SGLang a fused server is, and how it is called beyond `ServeOptions`.
+
+    `python` as `sglang_python` reads it; `allow_unknown_version`: also one on which no test has passed; `args`: further flags
+    of `sglang.launch_server`, which come last and win.
+    """
+
+    python: str | None = None
+    allow_unknown_version: bool = False
+    args: Sequence[str] = ()
+
+
+_SGLANG = Sglang()
+
+
 class FusedServer(ChildServer):
     """A fused SGLang server as a child process.
 
-    `tables` are the boundary sets that requests may name. `args` are further flags of `sglang.launch_server`; they come last
-    and win. `threads`: OpenMP threads of each process. Raises ConfigError and ModelError before it starts.
+    `tables` are the boundary sets that requests may name. Of `options` it takes host, port, dtype, threads (OpenMP's, of each
+    process), key and trust; ConfigError for others. Raises ConfigError and ModelError before it starts.
     """
 
     # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
@@ -234,43 +252,34 @@ class FusedServer(ChildServer):
         self,
         senior: str | os.PathLike[str],
         junior: str | os.PathLike[str],
+        options: ServeOptions = DEFAULT,
         *,
-        log_file: str | os.PathLike[str] | None,
         tables: Sequence[frozenset[int]],
-        python: str | None = None,
-        allow_unknown_version: bool = False,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        dtype: str = "float32",
-        api_key: str | None = None,
-        trust_remote_code: bool = False,
-        threads: int = 1,
+        sglang: Sglang = _SGLANG,
+        log_file: str | os.PathLike[str] | None,
         start_timeout_s: float = 600.0,
-        args: Sequence[str] = (),
     ) -> None:
-        super().__init__(
-            senior, log_file=log_file, host=host, port=port, threads=threads, start_timeout_s=start_timeout_s
-        )
+        super().__init__(senior, options, log_file=log_file, start_timeout_s=start_timeout_s)
+        options.only("host", "port", "dtype", "threads", "api_key", "trust_remote_code", server="FusedServer")
         self.senior, self.junior = Path(senior), Path(junior)
-        self._python = sglang_python(python)
-        self._cuda = bool(preflight(self._python, allow_unknown_version=allow_unknown_version)["cuda"])
+        self._python = sglang_python(sglang.python)
+        self._cuda = bool(preflight(self._python, allow_unknown_version=sglang.allow_unknown_version)["cuda"])
         self._tables = list(tables)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
         for folder in (self.senior, self.junior):
             weight_names(folder)  # SGLang starts with whatever files are there
-        self._flags = ["--model-path", str(self.senior), "--host", host, "--dtype", dtype]
+        self._flags = ["--model-path", str(self.senior), "--host", options.host, "--dtype", options.dtype]
         for flag, value in default_flags(cuda=self._cuda, context=pair.context_length(*self._configs)).items():
             self._flags += [flag] if value is None else [flag, value]
-        if api_key is not None:
-            self._flags += ["--api-key", api_key]
-        if trust_remote_code:
+        if options.trust_remote_code:
             self._flags.append("--trust-remote-code")
-        self._flags += args
+        self._flags += sglang.args
 
     def _environment(self) -> Mapping[str, str]:
-        return environment({**os.environ, "OMP_NUM_THREADS": str(self._threads)}, cuda=self._cuda)
+        base = {**os.environ, "OMP_NUM_THREADS": str(self._options.threads), **self._options.environment()}
+        return environment(base, cuda=self._cuda)
 
     def _command(self) -> list[str]:
         self._port = free_port(self.host, self._port)

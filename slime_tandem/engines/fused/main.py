@@ -1,6 +1,8 @@
 """Runs SGLang's own server in SGLang's own Python, and ends with the process that started it, even after its SIGKILL.
 
 `python -m slime_tandem.engines.fused.main PARENT_PID ARGUMENTS OF sglang.launch_server`
+
+A key comes in the environment (`serve_options.API_KEY_ENV`) and becomes a flag only within this process.
 """
 
 from __future__ import annotations
@@ -24,4 +26,9 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+    from slime_tandem.engines.serve_options import API_KEY_ENV
+
+    key = os.environ.pop(API_KEY_ENV, None)  # SGLang's workers need none
+    if key is not None:
+        sys.argv[1:1] = ["--api-key", key]
     runpy.run_module("sglang.launch_server", run_name="__main__")

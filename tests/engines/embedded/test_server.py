@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import EngineRejectedError
 from slime_tandem.models.hf import load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
@@ -398,7 +399,8 @@ def test_bad_sampling_parameters_are_refused_by_name_and_the_server_lives(server
 
 @pytest.fixture
 def own_server(folders: dict[str, Path], tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(folders["llama"], log_file=tmp_path / "log", cache_tokens=512, api_key="open sesame") as process:
+    options = ServeOptions(cache_tokens=512, api_key="open sesame")
+    with ServerProcess(folders["llama"], options, log_file=tmp_path / "log") as process:
         yield process
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer
+from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang
 from slime_tandem.models.hf import load_model, quiet_transformers
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
@@ -242,10 +242,9 @@ def engine(
     server = FusedServer(
         senior,
         junior,
-        log_file=tmp_path_factory.mktemp("log") / "server.log",
         tables=list(tables.values()),
-        python=sglang_python,
-        args=("--mem-fraction-static", "0.3", "--log-level", "info", *args),
+        sglang=Sglang(sglang_python, args=("--mem-fraction-static", "0.3", "--log-level", "info", *args)),
+        log_file=tmp_path_factory.mktemp("log") / "server.log",
     )
     ranks = int(args[args.index("--tp-size") + 1]) if "--tp-size" in args else 1
     cores = sorted(os.sched_getaffinity(0))

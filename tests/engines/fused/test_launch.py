@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,17 @@ import yaml
 
 from slime_tandem import cli
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
-from slime_tandem.engines.fused.launch import PYTHON_ENV, slime_settings
+from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang, slime_settings
+from slime_tandem.engines.serve_options import API_KEY_ENV, ServeOptions
 from slime_tandem.errors import ConfigError, ModelError
+
+
+def python_with_sglang(folder: Path) -> str:
+    """A stand-in interpreter that says it has SGLang."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\necho '{json.dumps({'version': KNOWN_VERSIONS[0], 'cuda': False})}'\n")
+    file.chmod(0o755)
+    return str(file)
 
 
 @pytest.fixture
@@ -83,9 +93,37 @@ def test_boundary_ids_that_are_no_list_of_ids_are_refused(
     content: str,
 ) -> None:
     (tmp_path / "ids.json").write_text(content)
-    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{json.dumps({'version': KNOWN_VERSIONS[0], 'cuda': False})}'\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setenv(PYTHON_ENV, str(tmp_path / "python"))
+    monkeypatch.setenv(PYTHON_ENV, python_with_sglang(tmp_path))
     pair = [str(folders["qwen3-senior"]), str(folders["qwen3-junior"])]
     assert cli.main(["serve", "--port", "0", "--boundary-ids", str(tmp_path / "ids.json"), "--fused", *pair]) == 2
     assert "boundary" in capsys.readouterr().err
+
+
+def test_the_key_is_in_no_command_line_and_reaches_sglang_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    python = python_with_sglang(tmp_path)
+    pair = folders["qwen3-senior"], folders["qwen3-junior"]
+    sglang = Sglang(python, args=("--api-key", "of the user"))
+    options = ServeOptions(api_key="open sesame", threads=2)
+    server = FusedServer(*pair, options, tables=[], sglang=sglang, log_file=tmp_path / "log")
+    try:
+        command, env = server._command(), server._environment()
+    finally:
+        server.stop()
+    assert not [part for part in command if "sesame" in part]
+    assert (env[API_KEY_ENV], env["OMP_NUM_THREADS"]) == ("open sesame", "2")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    note = f"import json, os, sys; print(json.dumps([sys.argv[1:], {API_KEY_ENV!r} in os.environ]))"
+    (tmp_path / "sglang" / "launch_server.py").write_text(note)
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])}
+    run = [sys.executable, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *server._flags]
+    told, inherited = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout)
+    assert told[:2] == ["--api-key", "open sesame"], "before the user's flags, which win"
+    assert told[-2:] == ["--api-key", "of the user"]
+    assert not inherited
+
+
+def test_options_of_the_embedded_server_alone_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    pair = folders["qwen3-senior"], folders["qwen3-junior"]
+    with pytest.raises(ConfigError, match=r"cache_tokens=64: .*FusedServer"):
+        FusedServer(*pair, ServeOptions(cache_tokens=64), tables=[], log_file=tmp_path / "log")

@@ -14,7 +14,7 @@ from vocabularies import load
 
 from slime_tandem.config import SamplingConfig, Strategy
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
@@ -52,10 +52,9 @@ def test_tables_of_a_real_tokenizer(
     server = FusedServer(
         tmp_path / "senior",
         tmp_path / "junior",
-        log_file=tmp_path / "log",
         tables=list(tables.values()),
-        python=sglang_python,
-        args=("--skip-tokenizer-init", "--max-total-tokens", "4096"),
+        sglang=Sglang(sglang_python, args=("--skip-tokenizer-init", "--max-total-tokens", "4096")),
+        log_file=tmp_path / "log",
     )
     with server:
         samples = asyncio.run(write(server.url))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
-from slime_tandem.engines.fused.launch import FusedServer
+from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.errors import EngineRejectedError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.drive import write_lockstep, write_one
@@ -315,8 +315,8 @@ def test_a_model_with_missing_weights_does_not_start(
     del weights["model.layers.1.self_attn.k_proj.weight"]  # a third of a parameter of SGLang's
     save_file(weights, pair[role] / "model.safetensors", {"format": "pt"})
     server = FusedServer(
-        pair["senior"], pair["junior"], log_file=tmp_path / "log", tables=list(tables.values()), python=sglang_python,
-        args=("--mem-fraction-static", "0.3", "--max-total-tokens", "1024"),
+        pair["senior"], pair["junior"], tables=list(tables.values()), log_file=tmp_path / "log",
+        sglang=Sglang(sglang_python, args=("--mem-fraction-static", "0.3", "--max-total-tokens", "1024")),
     )  # fmt: skip
     with pytest.raises(EngineUnavailableError), server:
         pass
