@@ -50,7 +50,7 @@ ALLOWED = {
     "doctor": {
         "team", "training", "report", "tasks", "models", "rollout", "distill", "objective", "tokens", "protocol", "megatron",
     },
-    "diagnostics": {"team", "distill", "models", "report", "tasks", "tokens"},
+    "diagnostics": {"team", "rollout", "distill", "models", "report", "tasks", "tokens"},
     "slime_hooks": {
         "team", "training", "tasks", "objective", "rollout", "distill", "engines", "protocol", "models", "tokens",
     },

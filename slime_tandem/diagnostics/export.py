@@ -33,16 +33,15 @@ from slime_tandem.distill.teachability import (
     token_scores,
 )
 from slime_tandem.errors import ConfigError, DataError, TeacherScoreError
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.team.rollouts import successful, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.score_file import read_responses
 from slime_tandem.team.team import Team
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray, TandemSample
 
 Sampling = Literal["quadrant", "uniform"]
-BANK_ROLLOUT_ID = EVAL_ROLLOUT_ID + 2
-"""Rollout id of a bank's responses: draws that neither training nor evaluation has."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def _responses(
     else:
         prompts = tasks.heldout_prompts(plan.sequences)
         say(f"writing {len(prompts)} responses to held-out prompts")
-        written = with_revival(team, lambda: team.write(prompts, BANK_ROLLOUT_ID, 1, tandem=False))
+        written = with_revival(team, lambda: team.write(prompts, rollout_ids.BANK, 1, tandem=False))
         samples = successful(written, team.config.sampling.on_failed_sample)
         found = [(s.prompt.prompt_id, s) for s in samples]
     names = [name for name, _ in found]
@@ -329,7 +328,7 @@ def choose_positions(
         budget = np.minimum(sizes, per_sequence)
     else:
         budget = _fair(sizes, per_sequence * len(np.unique(keys.sequence)))
-    order = np.lexsort((keys.draws(seed, BANK_ROLLOUT_ID), stratum))
+    order = np.lexsort((keys.draws(seed, rollout_ids.BANK), stratum))
     chosen, weight = [], []
     for name, size, n in zip(names, sizes, budget, strict=True):
         chosen.append(order[stratum[order] == name][:n])

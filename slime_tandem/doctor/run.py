@@ -21,6 +21,7 @@ from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, at
 from slime_tandem.errors import TandemError
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.protocol import GenerateRequest
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import rollout
 from slime_tandem.team.roster import Roster
@@ -31,8 +32,6 @@ from slime_tandem.types import FloatArray, ScoredSample
 
 Say = Callable[[Finding], None]
 _NEVER_SAMPLED = {"bos", "pad", "unk"}
-_ROLLOUT_ID = 2**62 + 2
-"""Draws of its own: neither training's nor evaluation's."""
 
 
 def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates: int = 8) -> list[Finding]:
@@ -104,7 +103,7 @@ class _Bedside:
         config, samples_per = self.config, self.config.train.samples_per_prompt
         opd, tandem = config.opd.enabled, config.tandem.enabled
         scored, _ = rollout(
-            self.team, self.tasks, self.prompts, _ROLLOUT_ID, samples_per, tandem=tandem, score=opd
+            self.team, self.tasks, self.prompts, rollout_ids.DOCTOR[0], samples_per, tandem=tandem, score=opd
         )
         samples = [s.sample for s in scored]
         responses = [Response.of(s) for s in samples]
@@ -200,7 +199,7 @@ class _Bedside:
         if self.updates == 0 or self.config.train.samples_per_prompt == 1:
             return Finding(name, "skip", "not asked for" if self.updates == 0 else "needs groups of at least two")
         owns_server = "senior" in self.team.servers.processes
-        first = self._write(_ROLLOUT_ID + 1)
+        first = self._write(rollout_ids.DOCTOR[1])
         sign = 1 if _lengths(first).mean() < 0.8 * cap else -1
         pulls: list[float] = []
         scored = first
@@ -208,7 +207,7 @@ class _Bedside:
             weights = Path(folder) / "senior"
             for update in range(self.updates if owns_server else 1):
                 if update:
-                    scored = self._write(_ROLLOUT_ID + 1 + update)
+                    scored = self._write(rollout_ids.DOCTOR[1 + update])
                 pulls += self._learn(scored, sign)
                 if owns_server:
                     self.trainer.policy.save_hf(weights)
@@ -217,7 +216,7 @@ class _Bedside:
                 return Finding(
                     name, "skip", f"all responses of a group are equally long ({_lengths(first).mean():.0f} tokens)"
                 )
-            after = [_lengths(self._write(_ROLLOUT_ID + 1))] if owns_server else []
+            after = [_lengths(self._write(rollout_ids.DOCTOR[1]))] if owns_server else []
         return probes.length_reward([_lengths(first), *after], pulls, sign, cap)
 
     def _write(self, rollout_id: int) -> list[ScoredSample]:

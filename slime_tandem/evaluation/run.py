@@ -27,17 +27,15 @@ from slime_tandem.evaluation.figures import (
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
 from slime_tandem.models.tokenizer import require_same_tokenizer
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival
+from slime_tandem.team.rollouts import successful, with_revival
 from slime_tandem.team.roster import Role, Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray, Prompt, TandemSample
-
-DRIFT_ROLLOUT_ID = EVAL_ROLLOUT_ID + 1
-"""Rollout id of the drift's responses: draws of their own."""
 
 _COMPARED = ("handoff/retention@", "handoff/difference@")
 NO_JUNIOR = "tandem.enabled is false, so no junior takes part"
@@ -115,7 +113,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
         return [tasks.correct(s.prompt, s.text) for s in samples]
 
     say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
-    solo = write(EVAL_ROLLOUT_ID, e.chains, sampling)
+    solo = write(rollout_ids.EVALUATION, e.chains, sampling)
     solo_correct = judge(solo)
     figures += solo_figures(solo, solo_correct, e.chains)
 
@@ -124,7 +122,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     else:
         say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
         rule = evaluation_rule(team.config, team.roster.student.tokens)
-        handoff = write(EVAL_ROLLOUT_ID, e.chains, sampling, rule)
+        handoff = write(rollout_ids.EVALUATION, e.chains, sampling, rule)
         handed_over = handoff_figures(handoff, judge(handoff), solo_correct, e.chains)
         if not any(s.switches for s in handoff):
             notes.append(_no_handoff(rule))
@@ -142,7 +140,7 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
         if difference is None:
             full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
             say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
-            drawn = write(DRIFT_ROLLOUT_ID, e.drift_samples, full)
+            drawn = write(rollout_ids.DRIFT, e.drift_samples, full)
             own = [own_reading(s, team.roster.student.tokens) for s in drawn]
             figures += drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples)
             readings = [own_reading(s, team.roster.student.tokens) for s in solo]

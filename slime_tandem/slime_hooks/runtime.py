@@ -18,6 +18,7 @@ from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.slime_hooks import wire
@@ -25,9 +26,6 @@ from slime_tandem.slime_hooks.pool import WorkerPool
 from slime_tandem.slime_hooks.settings import scores_by_id, settings
 from slime_tandem.team.roster import Roster
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
-
-EVALUATION = 2**62
-"""Rollout id in the keys of evaluation samples: slime numbers them from 0, as it does training samples."""
 
 _EXTRA = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "sampling_seed"}
 """Sampling parameters of slime's that our requests set themselves."""
@@ -94,7 +92,8 @@ class Runtime:
         if sample.response_length:
             writer = TandemWriter.resume(wire.response_of(sample), rule, sampling, tokens, **options)
         else:
-            key = SampleKey(self.roster.config.seed, EVALUATION if evaluation else 0, sample.index)
+            # slime numbers evaluation samples from 0, as it does training samples.
+            key = SampleKey(self.roster.config.seed, rollout_ids.EVALUATION if evaluation else 0, sample.index)
             group = -1 if sample.group_index is None else sample.group_index
             writer = TandemWriter(
                 key, group, prompt, self.prompt_ids(sample, prompt), rule, sampling, tokens, **options

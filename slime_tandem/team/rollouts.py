@@ -12,6 +12,7 @@ import numpy as np
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.team import Team
 from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
@@ -196,14 +197,14 @@ def evaluate(
     both = "junior" in team.roster.roles
     teacher = bool(team.roster.teacher_specs)
     solo, _ = rollout(
-        team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=False, score=teacher and not both, plain=True
+        team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=False, score=teacher and not both, plain=True
     )
     accuracy = _accuracy(solo, tasks)
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
         tandem, _ = rollout(
-            team, tasks, prompts, EVAL_ROLLOUT_ID, per_prompt, tandem=True, score=teacher, plain=True
+            team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=True, score=teacher, plain=True
         )
         tandem_accuracy = _accuracy(tandem, tasks)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
@@ -218,10 +219,6 @@ def evaluate(
         "eval/coverage": kl["opd/coverage"],
         "eval/response_tokens_mean": tokens / len(tandem),
     }, tandem
-
-
-EVAL_ROLLOUT_ID = 2**62
-"""Rollout id of evaluations: no training step reaches it, so evaluation draws are never training draws."""
 
 
 def _accuracy(scored: Sequence[ScoredSample], tasks: TaskSet) -> float:

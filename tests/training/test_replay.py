@@ -23,7 +23,7 @@ from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.truncation import Replay, Truncation
 from slime_tandem.protocol import GenerateRequest, GenerateResult
-from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID
+from slime_tandem.rollout import rollout_ids
 from slime_tandem.team.team import Team
 from slime_tandem.training.replay import replay_of
 from slime_tandem.training.rows import TrainRow
@@ -186,7 +186,7 @@ def test_a_co_written_run_trains_on_truncated_samples(
 
     monkeypatch.setattr(Team, "write", watched)
     train(config)
-    assert asked == {0: True, EVAL_ROLLOUT_ID: False}, "an evaluation is not asked what it drew from"
+    assert asked == {0: True, rollout_ids.EVALUATION: False}, "an evaluation is not asked what it drew from"
     [row] = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert row["tandem/junior_token_fraction"] > 0
     assert row["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
