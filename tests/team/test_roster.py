@@ -19,7 +19,7 @@ PROMPT = Prompt("p", (Message("user", "1+1"),), "2", "t")
 
 def config(trio: Any, **sections: Any) -> RunConfig:
     models = {role: str(getattr(trio, role)) for role in ("senior", "junior", "teacher")}
-    return RunConfig.from_mapping({"models": models, "opd": {"enabled": True, "top_k": 4}, **sections})
+    return RunConfig.from_mapping({"models": models, "opd": {"enabled": True}, **sections})
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_what_cannot_take_part_is_refused_by_role(trio: Any, tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"models\.junior"):
         Roster(RunConfig.from_mapping({"models": {**models, "junior": str(tmp_path / "none")}}))
     with pytest.raises(ConfigError, match=r"opd\.top_k=100000: .*smallest vocabulary"):
-        Roster(config(trio, opd={"enabled": True, "top_k": 100000}))
+        Roster(config(trio, opd={"enabled": True, "signal": "reverse_kl", "top_k": 100000}))
 
 
 @pytest.mark.parametrize(("value", "told"), [(None, r"engine\.api_key_env"), ("two words", r"KEY_OF_TEST.*not shown")])
