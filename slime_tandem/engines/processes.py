@@ -187,7 +187,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 class ServerProcess(ChildServer):
     """An embedded server for the model folder `model`, as a child process; it ends when its parent dies, even by SIGKILL.
 
-    `options.port_file` is its own to choose.
+    `options.port_file` is not the caller's to choose: it tells this process the child's port.
     """
 
     def __init__(
@@ -198,6 +198,7 @@ class ServerProcess(ChildServer):
         log_file: str | os.PathLike[str],
         start_timeout_s: float = 120.0,
     ) -> None:
+        assert options.port_file is None
         super().__init__(model, options, log_file=log_file, start_timeout_s=start_timeout_s)
         self._port_file: Path | None = None
 
