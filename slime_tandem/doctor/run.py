@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.panel import describe_special
+from slime_tandem.distill.teacher import describe_special
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, attempt
 from slime_tandem.errors import TandemError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.distill.panel import response_log_probs
+from slime_tandem.distill.teacher import response_log_probs
 from slime_tandem.protocol import Engine, GenerateRequest
 from slime_tandem.tokens.reading import readable_text
 from slime_tandem.tokens.token_bytes import TokenBytes

@@ -21,7 +21,7 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.panel import describe_special
+from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.files import read_text
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config

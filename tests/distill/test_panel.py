@@ -12,7 +12,7 @@ import pytest
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
-from slime_tandem.distill.panel import (
+from slime_tandem.distill.teacher import (
     Scoring,
     Teacher,
     TeacherPanel,
