@@ -20,6 +20,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, QUADRANTS, VERSION, bank_id, vocabulary_of, weights_fingerprint, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
+from slime_tandem.distill.panel import student_candidates
 from slime_tandem.distill.selection import TokenKeys
 from slime_tandem.distill.teachability import (
     Compatibility,
@@ -31,7 +32,7 @@ from slime_tandem.distill.teachability import (
     raw_scores,
     token_scores,
 )
-from slime_tandem.distill.teacher import Scoring, Teacher, student_candidates
+from slime_tandem.distill.teacher import Scoring, Teacher
 from slime_tandem.errors import ConfigError, DataError, TeacherScoreError
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import EVAL_ROLLOUT_ID, successful, with_revival

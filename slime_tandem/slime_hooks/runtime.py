@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.distill.teacher import TeacherPanel
+from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult

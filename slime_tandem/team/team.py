@@ -18,7 +18,8 @@ from typing import Any, Literal, Self
 
 from slime_tandem.config import RunConfig, SamplingConfig, Strategy, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.teacher import Scoring, Teacher, TeacherPanel, check_teacher
+from slime_tandem.distill.panel import TeacherPanel
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer

@@ -12,7 +12,8 @@ import pytest
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.teacher import Scoring, Teacher, TeacherPanel, check_teacher
+from slime_tandem.distill.panel import TeacherPanel
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.types import AlignedScores, Message, Prompt, SampleKey, TandemSample

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import Twins
+from slime_tandem.distill.panel import TeacherPanel, combine
 from slime_tandem.distill.special_tokens import map_special_tokens
-from slime_tandem.distill.teacher import Teacher, TeacherPanel, check_teacher, combine
+from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import DataError, ModelError
 from slime_tandem.tokens.reading import _nfc, read_text
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes

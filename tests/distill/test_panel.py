@@ -12,16 +12,8 @@ import pytest
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
-from slime_tandem.distill.teacher import (
-    Scoring,
-    Teacher,
-    TeacherPanel,
-    check_teacher,
-    combine,
-    describe_special,
-    response_log_probs,
-    student_candidates,
-)
+from slime_tandem.distill.panel import TeacherPanel, combine, student_candidates
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher, describe_special, response_log_probs
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, TeacherScoreError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.tokens.token_bytes import TokenBytes
