@@ -34,8 +34,9 @@ from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import evaluate, rollout, rollout_metrics, with_revival
+from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.team import Team
+from slime_tandem.training.metrics import rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
