@@ -36,7 +36,7 @@ VERSION = 1
 _META = b"slime_tandem"
 _STRETCH = 1 << 16
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)
-"""What a damaged file may be told with; names that are no UTF-8 are ValueErrors."""
+"""What reading a damaged file may raise; names that are no UTF-8 are ValueErrors."""
 _ROWS = 1024
 """Rows of a row group: what is read at once."""
 

@@ -158,8 +158,8 @@ def _rule(team: Team, teacher: Teacher, plan: BankPlan) -> MissingMass:
     """The rule for what lists do not hold; refuses a K that no server can answer."""
     for role in team.roles:
         size = len(team.tokenizers[role].tokens.table)
-        told = team.runner.run(team.clients[role].model_info()).get("vocab_size")
-        limit = told if isinstance(told, int) else size
+        reported = team.runner.run(team.clients[role].model_info()).get("vocab_size")
+        limit = reported if isinstance(reported, int) else size
         if plan.top_k > limit:
             raise ConfigError("--top-k", plan.top_k, f"at most {limit}, what the {role}'s server can list", "lower it")
     same = vocabulary_of(teacher.aligner.student) == vocabulary_of(teacher.aligner.teacher)

@@ -40,8 +40,8 @@ _EPSILON = 1e-12
 """The reference's, in the denominator of the relative gain."""
 _POINTS = 1000
 _NESTED = (
-    "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: whether a column "
-    "matters is told by its coefficient."
+    "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: a column's "
+    "coefficient says whether it matters."
 )
 _TERMS = ("H", "D", "H*D", "position", "Ht")
 MODELS: Mapping[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ from slime_tandem.config import AlignmentPolicy, Support
 from slime_tandem.distill.alignment import Aligner, Alignment, Bridge, TeacherText, as_floats
 from slime_tandem.distill.candidates import (
     ExactQuery,
-    Twins,
+    SameTokens,
     exact_log_probs,
     gather_candidates,
     gather_lists,
@@ -88,9 +88,9 @@ class Teacher:
     max_tokens: int | None = None
 
     @cached_property
-    def twins(self) -> Twins:
+    def same_tokens(self) -> SameTokens:
         """Same tokens of the two vocabularies."""
-        return Twins(self.aligner)
+        return SameTokens(self.aligner)
 
     async def score(
         self,
@@ -154,18 +154,18 @@ class Teacher:
     async def _compare(
         self, views: Sequence[_View], scoring: Scoring, senior: Engine | None
     ) -> list[AlignedScores | TeacherScoreError]:
-        """Candidates and lists for what was read, with exact values where a list does not tell."""
+        """Candidates and lists for what was read, with exact values where a list does not hold them."""
         if not scoring.widest:
             return [view.scores for view in views]
         cross = bool(scoring.lists and scoring.cross)
         of_teacher: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.known] for v in views]
         of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
         if scoring.support != "teacher" or cross:
-            queries = [v.of_teacher(self.twins) for v in views]
+            queries = [v.of_teacher(self.same_tokens) for v in views]
             of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
         if cross:
             assert senior is not None, "cross-scores are the senior's, too"
-            queries = [v.of_student(self.twins) for v in views]
+            queries = [v.of_student(self.same_tokens) for v in views]
             of_student = await exact_log_probs(senior, queries, role="senior", max_batch=self.max_batch)
         out: list[AlignedScores | TeacherScoreError] = []
         for view, exact_t, exact_s in zip(views, of_teacher, of_student, strict=True):
@@ -176,10 +176,12 @@ class Teacher:
             if scoring.top_k:
                 known = [{**a, **b} for a, b in zip(view.known, exact_t, strict=True)]
                 student = view.student if scoring.support != "teacher" else None
-                candidates = gather_candidates(view.aligned, self.twins, scoring.support, scoring.top_k, known, student)
+                candidates = gather_candidates(
+                    view.aligned, self.same_tokens, scoring.support, scoring.top_k, known, student
+                )
             if scoring.lists:
                 exact = (exact_t, exact_s) if cross else None
-                lists = gather_lists(view.aligned, self.twins, scoring.lists, view.known, view.student, exact)
+                lists = gather_lists(view.aligned, self.same_tokens, scoring.lists, view.known, view.student, exact)
             out.append(replace(view.scores, candidates=candidates, lists=lists))
         return out
 
@@ -241,16 +243,16 @@ class _View:
         at = np.flatnonzero(self.aligned.teacher_index >= 0)
         return at.tolist(), self.aligned.teacher_index[at].tolist()
 
-    def of_teacher(self, twins: Twins) -> ExactQuery:
-        """The student's entries that the teacher's lists do not tell."""
+    def of_teacher(self, same: SameTokens) -> ExactQuery:
+        """The student's entries that the teacher's lists do not hold."""
         at, partner = self.pairs
-        wanted = missing_on(self.known, self.student, twins.teacher_of, partner, at)
+        wanted = missing_on(self.known, self.student, same.teacher_of, partner, at)
         return ExactQuery(self.plan.request.rid, self.plan.prompt, self.plan.text.ids, wanted)
 
-    def of_student(self, twins: Twins) -> ExactQuery:
+    def of_student(self, same: SameTokens) -> ExactQuery:
         """The reverse."""
         at, partner = self.pairs
-        wanted = missing_on(self.student, self.known, twins.student_of, at, partner)
+        wanted = missing_on(self.student, self.known, same.student_of, at, partner)
         rid = self.plan.request.rid.replace("score", "top", 1)
         return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted)
 
@@ -274,7 +276,7 @@ def response_log_probs(result: GenerateResult, response: Sequence[int], role: st
             f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
         )
     try:
-        out = as_floats(values)  # type: ignore[arg-type]  # a None is told below
+        out = as_floats(values)  # type: ignore[arg-type]  # a None is refused below
     except struct.error:
         out = np.array([math.nan if value is None else value for value in values])
     bad = np.flatnonzero(~(np.isfinite(out) & (out <= 1e-4)))

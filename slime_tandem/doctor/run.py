@@ -35,7 +35,7 @@ _ROLLOUT_ID = 2**62 + 2
 
 
 def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates: int = 8) -> list[Finding]:
-    """All findings, each told to `say` as it comes. `length_updates` 0: without the length probe."""
+    """All findings, each passed to `say` as it comes. `length_updates` 0: without the length probe."""
     findings: list[Finding] = []
 
     def add(finding: Finding) -> None:
@@ -61,7 +61,7 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         for role in team.roles[1:]:
             add(attempt("tokenizer", lambda role=role: probes.tokenizer(team.tokenizers[role], role)))  # type: ignore[misc]
         with team:
-            _Bedside(config, team, tasks, policy, add, prompts, length_updates).examine()
+            ServerProbes(config, team, tasks, policy, add, prompts, length_updates).examine()
     except (TandemError, OSError) as error:
         if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
             error = TandemError.of_os_error(error.filename or config.run_dir, error)
@@ -78,7 +78,7 @@ def _policy(config: RunConfig, team: Team) -> MegatronPolicy:
     )
 
 
-class _Bedside:
+class ServerProbes:
     """The probes that need servers at work, and the responses that they share."""
 
     def __init__(
@@ -184,8 +184,8 @@ class _Bedside:
             rows = () if teacher.aligner.same_vocabulary else teacher.aligner.special.unmapped
             lost = [row for row in rows if set(row.roles) - _NEVER_SAMPLED]
             if lost:
-                told = "; ".join(map(str, lost))
-                out.append(Finding(name, "warn", f"no counterpart: {told}", "these are masked where they are sampled"))
+                names = "; ".join(map(str, lost))
+                out.append(Finding(name, "warn", f"no counterpart: {names}", "these are masked where they are sampled"))
             else:
                 line = describe_special(teacher.aligner, teacher.name).splitlines()[1:2]
                 out.append(Finding(name, "pass", line[0].strip() if line else "the same vocabulary"))

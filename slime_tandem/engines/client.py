@@ -188,7 +188,7 @@ class EngineClient:
             await asyncio.sleep(0.1)
 
     async def model_info(self) -> dict[str, Any]:
-        """GET /model_info: model_path, tokenizer_path, weight_version and what else the server tells."""
+        """GET /model_info: model_path, tokenizer_path, weight_version and what else the server reports."""
         info = await self._call("GET", "/model_info")
         if not isinstance(info, dict):
             raise self._bad("/model_info", type(info).__name__, "an object")
@@ -343,7 +343,7 @@ class EngineClient:
         elif request.handoff is not None:
             authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
         elif request.return_logprob:
-            # Of a request that only scores, SGLang 0.5.15 under load tells a log-prob of the token that it did not write.
+            # Of a request that only scores, SGLang 0.5.15 under load reports a log-prob of the token that it did not write.
             entries = (meta.get("output_token_logprobs") or []) if request.max_new_tokens else []
             if len(entries) != len(output_ids):
                 raise self._bad(
@@ -481,7 +481,7 @@ class EngineClient:
 
 
 def _rule_of(request: GenerateRequest) -> str:
-    """The suffix of the request's name that tells a fused engine who writes; "" for a plain request."""
+    """The suffix of the request's name that says to a fused engine who writes; "" for a plain request."""
     if request.handoff is None:
         return ""
     assert request.session_params is None, "the length of a session's input is the server's knowledge"

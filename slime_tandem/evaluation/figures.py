@@ -81,7 +81,7 @@ def solo_figures(samples: Sequence[TandemSample], correct: Sequence[bool], chain
 def handoff_figures(
     samples: Sequence[TandemSample], correct: Sequence[bool], solo_correct: Sequence[bool], chains: int
 ) -> list[Figure]:
-    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the pen changed hands."""
+    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the turn changed hands."""
     figures = _accuracy("handoff", correct, chains)
     for k in pass_ks(chains):
         both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)

@@ -71,7 +71,7 @@ class Evaluation:
 def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
     """Start the senior and the junior (no teacher), evaluate on the first `eval.prompts` held-out prompts, stop them.
 
-    `say` is told what goes on. Raises TandemError kinds.
+    `say` gets a line for each part as it begins. Raises TandemError kinds.
     """
     for i, task in enumerate(config.tasks):
         if task.environment is not None:

@@ -96,7 +96,9 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):
         _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
-        with disk_errors(run_dir):  # a full disk is told now: a server that cannot even write its log would not say why
+        with disk_errors(
+            run_dir
+        ):  # a full disk is refused now: a server that cannot even write its log would not say why
             probe = run_dir / _PROBE
             probe.write_bytes(bytes(_PROBE_BYTES))
             probe.unlink()
@@ -122,14 +124,16 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
                 if team.teacher_specs:
                     for teacher in team.panel.teachers:
                         print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
-                    for prompt in tasks.listed_prompts:  # a name that no teacher has is told now, not when it is drawn
+                    for (
+                        prompt
+                    ) in tasks.listed_prompts:  # a name that no teacher has is refused now, not when it is drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", team.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         except BaseException as error:
             # Of a run that was cut short, too, what there is can be looked at. If even that fails (a full disk), the reason
-            # for the stop is what must be told first.
+            # for the stop is what must be shown first.
             try:
                 _write_results(run_dir)
             except (TandemError, OSError) as second:

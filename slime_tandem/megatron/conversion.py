@@ -88,7 +88,7 @@ def require_one_checkpoint(source: Path) -> None:
 
 
 def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
-    """Convert in the direction that the source tells; returns the (Hugging Face, torch_dist) folders.
+    """Convert in the direction that the source asks for; returns the (Hugging Face, torch_dist) folders.
 
     Raises ConfigError for an output that exists, ModelError and CheckpointError for what cannot be converted.
     """
@@ -422,19 +422,19 @@ class _Work:
             _write_json(file, self._record)
 
     def done(self, file: str) -> list[dict[str, Any]] | None:
-        """What was told of a file that is finished and undamaged; None for any other."""
+        """What was noted of a file that is finished and undamaged; None for any other."""
         entry = self._record["done"].get(file)
         path = self.folder / file
         if entry is None or not path.is_file() or file_sha256(path) != entry["sha256"]:
             return None
         self._say(f"{file}: there already")
-        told: list[dict[str, Any]] = entry["told"]
-        return told
+        notes: list[dict[str, Any]] = entry["told"]
+        return notes
 
-    def finished(self, file: str, told: list[dict[str, Any]]) -> None:
+    def finished(self, file: str, notes: list[dict[str, Any]]) -> None:
         """Record a file as finished."""
         fsync(self.folder / file)
-        self._record["done"][file] = {"sha256": file_sha256(self.folder / file), "told": told}
+        self._record["done"][file] = {"sha256": file_sha256(self.folder / file), "told": notes}
         self._save()
         self._say(f"{file}: {(self.folder / file).stat().st_size / 2**20:,.1f} MiB")
 
@@ -446,9 +446,9 @@ class _Work:
                 raise CheckpointError.of_os_error(self.folder, error) from error
             elif isinstance(error, SafetensorError) or "inline_container" in str(error):
                 # What safetensors and torch's writer make of a full disk.
-                told = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
                 raise CheckpointError(
-                    str(self.folder), told, "a disk that takes the files", "free space; the same command goes on"
+                    str(self.folder), reason, "a disk that takes the files", "free space; the same command goes on"
                 ) from error
             elif self._record["done"]:
                 error.add_note(f"what is done is kept in {self.folder}: the same command goes on from there")

@@ -26,7 +26,7 @@ def quiet_transformers() -> None:
 
 
 def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
-    """Raise ModelError where a server tells another vocabulary size than the model folder: its log-probs would be noise."""
+    """Raise ModelError where a server reports another vocabulary size than the model folder: its log-probs would be noise."""
     served, own = info.get("vocab_size"), None
     if (folder / "config.json").exists():
         own = read_model_config(folder).get("vocab_size")

@@ -246,7 +246,7 @@ class _EventFile:
             self._file = self.path.open("wb", buffering=0)
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_from is not None:
-            # A START mark tells TensorBoard to forget events of this and later steps from earlier files.
+            # A START mark makes TensorBoard forget events of this and later steps from earlier files.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(event_pb2.Event(wall_time=time.time(), step=purge_from, session_log=start))
 

@@ -94,7 +94,7 @@ def test_scores_and_candidates_equal_transformers(rig: Any, trio: Any, student_k
             want = set()
             if support != "student":
                 best = np.argsort(-row)[:4]
-                want |= {int(t) for t in one.twins.student_of[best] if t >= 0}
+                want |= {int(t) for t in one.same_tokens.student_of[best] if t >= 0}
             if support != "teacher":
                 assert own is not None
                 want |= {int(t) for t in np.argsort(-own[len(sample.prompt_ids) + i - 1])[:4]}
@@ -103,7 +103,7 @@ def test_scores_and_candidates_equal_transformers(rig: Any, trio: Any, student_k
             for c, value, own_value in zip(
                 found, got.candidates.teacher_log_probs[i], got.candidates.student_log_probs[i], strict=False
             ):
-                assert value == pytest.approx(row[one.twins.teacher_of[c]], abs=TOLERANCE)
+                assert value == pytest.approx(row[one.same_tokens.teacher_of[c]], abs=TOLERANCE)
                 if own is not None and not math.isnan(own_value):
                     assert own_value == pytest.approx(own[len(sample.prompt_ids) + i - 1][c], abs=TOLERANCE)
             seen += 1

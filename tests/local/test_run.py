@@ -548,8 +548,8 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
                     (lists.student_ids[i], lists.student_log_probs[i], lists.teacher_on_student[i], True),  # type: ignore[index]
                     (lists.teacher_ids[i], lists.teacher_log_probs[i], lists.student_on_teacher[i], False),  # type: ignore[index]
                 ):
-                    twins = teacher.twins.teacher_of[ids]
-                    a, b = (s[ids], t[twins]) if student else (t[twins], s[ids])
+                    same = teacher.same_tokens.teacher_of[ids]
+                    a, b = (s[ids], t[same]) if student else (t[same], s[ids])
                     assert own[ids >= 0] == pytest.approx(a[ids >= 0].numpy(), abs=1e-4)
                     assert cross[ids >= 0] == pytest.approx(b[ids >= 0].numpy(), abs=1e-4)
                     compared += int((ids >= 0).sum())
