@@ -100,6 +100,7 @@ class ServerProbes:
         self.tolerance: Tolerance = FLOAT32 if exact else BFLOAT16
 
     def examine(self) -> None:
+        """Write a few responses and put every probe to them, the training ones last."""
         config, samples_per = self.config, self.config.train.samples_per_prompt
         opd, tandem = config.opd.enabled, config.tandem.enabled
         scored, _ = rollout(self.team, self.tasks, self.prompts, _ROLLOUT_ID, samples_per, tandem=tandem, score=opd)
