@@ -224,7 +224,7 @@ def missing_on(
     at: Sequence[int],
     partner: Sequence[int],
 ) -> list[frozenset[int]]:
-    """Per position of `own`: ids that `other` lists there, through `counterpart`, and `own` does not; `at` pairs with `partner`."""
+    """Per position of `own`: ids that `other` lists there (through `counterpart`) and `own` does not. `at` pairs `partner`."""
     wanted: list[frozenset[int]] = [frozenset()] * len(own)
     for i, j in zip(at, partner, strict=True):
         listed = {int(counterpart[t]) for t in other[j] if 0 <= t < len(counterpart)} - {-1}
