@@ -25,6 +25,7 @@ from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.files import read_text
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
+from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
@@ -43,6 +44,7 @@ from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2
 _EVAL_TRANSCRIPTS = 12
+_KEPT_CHECKPOINTS = 2
 _LOCK = ".lock"
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
@@ -64,7 +66,7 @@ class Arm:
 
     def last_checkpoint(self) -> Path | None:
         """The newest whole checkpoint, or None."""
-        return max(self.checkpoints.glob("step-*"), default=None)
+        return newest_checkpoint(self.checkpoints)
 
 
 def control_config(config: RunConfig) -> RunConfig:
@@ -315,10 +317,8 @@ def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:
 def _save(trainer: Trainer, arm: Arm, step: int) -> None:
     with disk_errors(arm.checkpoints):
         arm.checkpoints.mkdir(parents=True, exist_ok=True)
-    newest = arm.checkpoints / f"step-{step:06d}"
-    trainer.policy.save_checkpoint(newest, {"step": step, "kl_coef": trainer.kl_coef})
-    for old in sorted(arm.checkpoints.glob("step-*"))[:-2]:
-        shutil.rmtree(old)
+    trainer.policy.save_checkpoint(step_folder(arm.checkpoints, step), {"step": step, "kl_coef": trainer.kl_coef})
+    drop_older(arm.checkpoints, keep=_KEPT_CHECKPOINTS)
 
 
 def _evaluate(

@@ -31,15 +31,9 @@ from safetensors.torch import save_file
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.files import whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
+from slime_tandem.megatron.checkpoint import file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
-from slime_tandem.megatron.policy import (
-    COMPANIONS,
-    MegatronPolicy,
-    described_parameters,
-    file_sha256,
-    fsync,
-    load_sharded,
-)
+from slime_tandem.megatron.policy import COMPANIONS, MegatronPolicy, described_parameters
 from slime_tandem.megatron.torch_dist import (
     TRACKER,
     Piece,
@@ -248,7 +242,7 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
 
 
 def _require_weights_of(arch: Architecture, reader: TorchDistReader, like: Path, say: Say) -> frozenset[str]:
-    """Refuse a checkpoint of another architecture than `like`'s; returns the parameters whose rows may exceed the vocabulary."""
+    """Refuse a checkpoint of another architecture than `like`'s; returns the parameters that may have rows behind its ids."""
     megatron, field = megatron_recipes(arch), f"checkpoint {reader.folder}"
     unknown = [k for k in reader.keys if k not in reader.used_keys(megatron)]
     optimizer = [key for key in unknown if key.startswith(("optimizer.", "chained_"))]

@@ -308,7 +308,8 @@ _RANK = """
 import dataclasses, sys, torch, torch.distributed as dist
 from pathlib import Path
 from slime_tandem.megatron import architecture, weights
-from slime_tandem.megatron.policy import described_parameters, load_sharded
+from slime_tandem.megatron.checkpoint import load_sharded
+from slime_tandem.megatron.policy import described_parameters
 from megatron.core import parallel_state
 hf, folder, store, out, rank = *map(Path, sys.argv[1:5]), int(sys.argv[5])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
