@@ -209,7 +209,24 @@ def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
 
 def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
     config = arm.config
-    start = team.folders["senior"]
+    trainer, step = _trainer(arm, team, resume=resume)
+    resumed = resume and (arm.folder / "config.yaml").exists()
+    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+        writer.write_config(config)
+        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
+        if step >= config.train.steps and (config.train.steps, "after") in done:
+            return
+        _send(trainer.policy, arm, team, step)
+        if (0, "before") not in done:
+            _evaluate(writer, team, tasks, held_out, config, step, "before")
+        step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
+        if step:
+            _evaluate(writer, team, tasks, held_out, config, step, "after")
+
+
+def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
+    """(the trainer of an arm, steps done): from the start weights, or from its last checkpoint."""
+    config, start = arm.config, team.folders["senior"]
     policy = MegatronPolicy.from_hf(
         start,
         config.optimizer,
@@ -220,56 +237,55 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     if config.objective.kl_coef > 0:
         reference = MegatronPolicy.from_hf(start, None, trust_remote_code=config.models.trust_remote_code)
     trainer = Trainer(config, policy, reference)
-
-    step = 0
     checkpoint = arm.last_checkpoint() if resume else None
-    if checkpoint is not None:
-        state = policy.load_checkpoint(checkpoint)
-        step = int(state["step"])
-        trainer.restore(state)
-    resumed = resume and (arm.folder / "config.yaml").exists()
-    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
-        writer.write_config(config)
-        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
-        if step >= config.train.steps and (config.train.steps, "after") in done:
-            return
-        _send(policy, arm, team, step)
-        if (0, "before") not in done:
-            _evaluate(writer, team, tasks, held_out, config, step, "before")
-        with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
-            saved, whole = step, True
-            try:
-                while step < config.train.steps:
-                    t0, retries = time.perf_counter(), team.retries
-                    scored, seconds = _rollout(arm, team, tasks, step)
-                    # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
-                    # rows and checkpoint of different steps. It waits until the block is done.
-                    with _shielded():
-                        whole = False
-                        row = _learn(trainer, arm, team, tasks, step, scored, seconds)
-                        row["engine/retries"] = float(team.retries - retries)
-                        row["time/step_s"] = time.perf_counter() - t0
-                        writer.write_step(step, row)
-                        rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                        writer.write_rewards(step, reward_histograms(*rewards))
-                        shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
-                        writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
-                        progress.update(row)
-                        step += 1
-                        if step % config.train.save_every == 0 or step == config.train.steps:
-                            _save(trainer, arm, step)
-                            saved = step
-                        whole = True
-                    if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                        _evaluate(writer, team, tasks, held_out, config, step, "during")
-            except KeyboardInterrupt:
-                # A second interrupt breaks the block itself: then only the last checkpoint is sound.
-                if whole and saved != step:
-                    with _shielded():
+    if checkpoint is None:
+        return trainer, 0
+    state = policy.load_checkpoint(checkpoint)
+    trainer.restore(state)
+    return trainer, int(state["step"])
+
+
+def _take_steps(
+    arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], trainer: Trainer, writer: RunWriter, step: int
+) -> int:
+    """From `step` to the last one, with the evaluations between; returns the steps done.
+
+    A KeyboardInterrupt leaves a checkpoint of the last whole step.
+    """
+    config = arm.config
+    with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
+        saved, whole = step, True
+        try:
+            while step < config.train.steps:
+                t0, retries = time.perf_counter(), team.retries
+                scored, seconds = _rollout(arm, team, tasks, step)
+                # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
+                # rows and checkpoint of different steps. It waits until the block is done.
+                with _shielded():
+                    whole = False
+                    row = _learn(trainer, arm, team, tasks, step, scored, seconds)
+                    row["engine/retries"] = float(team.retries - retries)
+                    row["time/step_s"] = time.perf_counter() - t0
+                    writer.write_step(step, row)
+                    rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
+                    writer.write_rewards(step, reward_histograms(*rewards))
+                    shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
+                    writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
+                    progress.update(row)
+                    step += 1
+                    if step % config.train.save_every == 0 or step == config.train.steps:
                         _save(trainer, arm, step)
-                raise
-        if step:
-            _evaluate(writer, team, tasks, held_out, config, step, "after")
+                        saved = step
+                    whole = True
+                if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                    _evaluate(writer, team, tasks, held_out, config, step, "during")
+        except KeyboardInterrupt:
+            # A second interrupt breaks the block itself: then only the last checkpoint is sound.
+            if whole and saved != step:
+                with _shielded():
+                    _save(trainer, arm, step)
+            raise
+    return step
 
 
 def _rollout(arm: Arm, team: Team, tasks: TaskSet, step: int) -> tuple[list[ScoredSample], dict[str, float]]:
