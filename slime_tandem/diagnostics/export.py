@@ -1,7 +1,8 @@
 """Makes a bank of fixed contexts: responses of a student, scored by it and by a teacher, and some positions of them.
 
 Responses are written by the run's senior on held-out prompts, or read from a JSONL file (`team/score_file.py` has its format).
-Scores are over the whole set of responses (the batch) before positions are drawn.
+Scores are over the whole set of responses (the batch) before positions are drawn. It trains nothing: what training does there
+is measured by `rescore.py` and `gain.py`.
 """
 
 from __future__ import annotations

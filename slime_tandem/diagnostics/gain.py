@@ -9,6 +9,8 @@ H, D, C are the bank's normalised scores, clipped to [0, 1]. The regressions (we
   base    1, H, D, H*D, position, Ht (the teacher's entropy)
   C       base and C
   parts   base with D*C and D*(1-C) in place of D
+
+It asks no model.
 """
 
 from __future__ import annotations

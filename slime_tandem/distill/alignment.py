@@ -18,6 +18,8 @@ gives a span's student tokens values from the teacher's log-prob of the whole sp
   even          an equal share each
   proportional  shares in proportion to the student's own log-probs
   chain_rule    the span counts as one action: each of its tokens carries the difference of the whole span
+
+It knows no engine, no template and no log-prob but those that it is given: `teacher.py` asks for them.
 """
 
 from __future__ import annotations

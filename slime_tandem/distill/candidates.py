@@ -2,7 +2,8 @@
 
 A token is the same on both sides if its bytes are, or its role; others have no entry, and their mass counts as the rest. Exact
 log-probs of given ids come from the engine: SGLang takes one id list per request (`token_ids_logprob`), so a response is asked
-for in windows of positions, each with the ids that are missing there.
+for in windows of positions, each with the ids that are missing there. Which of them are asked for and what they count is not
+decided here.
 """
 
 from __future__ import annotations

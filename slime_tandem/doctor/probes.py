@@ -1,7 +1,8 @@
 """The probes themselves: each looks at what it is given and says what it found. No processes, no files.
 
 A probe compares what the project computes on the user's settings, models and responses with what must hold whatever these are.
-What it cannot decide it skips, with the reason; what is no fault but worth a look is a warning.
+What it cannot decide it skips, with the reason; what is no fault but worth a look is a warning. Which are run, and on what, is
+`run.py`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The figures of an evaluation, from what was right and what was scored. Pure.
 
-Inputs are grouped by prompt: `chains` consecutive samples belong to one prompt. Names are those of the JSON output.
+Inputs are grouped by prompt: `chains` consecutive samples belong to one prompt. Names are those of the JSON output. It asks no
+model.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Four sets of requests: solo chains and handoff chains under the evaluation's own sampling, solo chains of the senior's full
 distribution at temperature 1 for the drift (a KL estimate from truncated samples is biased), and score requests. Solo and
-handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree.
+handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree. It trains nothing
+and asks no teacher.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model thinks of a text: log-probs of given tokens, of its full distribution at temperature 1.
 
 Asked as a request that generates nothing (`max_new_tokens=0`), so they do not depend on how the text was sampled: output
-log-probs would be those at the sampling temperature.
+log-probs would be those at the sampling temperature. What the log-probs are worth is `figures.py`'s.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A run folder holds the tandem run; its control (solo GRPO: no junior, no teacher, same start, prompts, draws and budget)
 goes into `control/`. The control is evaluated with the same junior and teacher, so that both are measured alike.
 Everything random is a function of (seed, step), so a run that was killed goes on from its last checkpoint as if nothing
-had happened.
+had happened. What a step computes is known elsewhere (`team.rollouts`, `training`): here is the order, and what survives a
+kill.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What decides the function that a dense llama, qwen2 or qwen3 checkpoint computes, apart from its weights.
 
-Whatever a config asks for that the Megatron model would not do is refused with the field's name. No torch is imported here.
+Whatever a config asks for that the Megatron model would not do is refused with the field's name. No torch is imported here. It
+reads no weights and builds no model.
 """
 
 from __future__ import annotations

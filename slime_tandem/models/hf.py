@@ -1,4 +1,7 @@
-"""Loads models and tokenizers from local Hugging Face folders: safetensors only, no download, no remote code unless asked."""
+"""Loads models and tokenizers from local Hugging Face folders: safetensors only, no download, no remote code unless asked.
+
+It builds no Megatron model and starts no server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the run needs of a model folder's tokenizer: render a chat, encode, decode, and the bytes of every id."""
+"""What the run needs of a model folder's tokenizer: render a chat, encode, decode, and the bytes of every id.
+
+How tokens of two vocabularies correspond is `distill`'s.
+"""
 
 from __future__ import annotations
 

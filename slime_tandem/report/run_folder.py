@@ -2,7 +2,8 @@
 
 A run folder: config.yaml, metrics.jsonl, eval.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
 summary.json, report.html, control/). Each JSON line is on the disk (fsync) before `write_*` returns, so a killed run
-loses at most the line it was writing; a resumed run first drops what it is going to write again.
+loses at most the line it was writing; a resumed run first drops what it is going to write again. What a run does is not known
+here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One update of the senior from one rollout: rows -> mini-batches -> micro-batches -> loss -> optimizer step."""
+"""One update of the senior from one rollout: rows -> mini-batches -> micro-batches -> loss -> optimizer step.
+
+It writes no response and knows no server: rows in, metrics out, and a policy whose weights have changed.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ over them, so every architecture that goes through that interface works unchange
 compared with transformers' own attention: what this module does not handle is refused instead of served wrong.
 
 Letters: T new tokens of a step, flattened over m sequences; Q the longest share of one sequence; R rows, C positions a row;
-L positions attended to; H query heads, K key/value heads, G = H / K, D head size; N pool locations; V vocabulary.
+L positions attended to; H query heads, K key/value heads, G = H / K, D head size; N pool locations; V vocabulary. It knows no
+request, no stop and no sampling: `runner.py` does.
 """
 
 from __future__ import annotations
