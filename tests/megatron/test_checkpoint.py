@@ -26,9 +26,14 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "c"
     with replacing(target) as partial:
         (partial / "old").write_text("old")
-    with pytest.raises(CheckpointError, match="expected a folder that can be written"), replacing(target) as partial:
-        (partial / "new").write_text("new")
-        raise OSError("a disk that is gone")
+
+    def spoilt() -> None:
+        with replacing(target) as partial:
+            (partial / "new").write_text("new")
+            raise OSError("a disk that is gone")
+
+    with pytest.raises(CheckpointError, match="expected a folder that can be written"):
+        spoilt()
     assert [p.name for p in target.iterdir()] == ["old"]
     with replacing(target) as partial:
         (partial / "new").write_text("new")
