@@ -127,7 +127,7 @@ def test_thinking_cannot_be_dropped_where_nothing_marks_it() -> None:
 
 
 @pytest.mark.parametrize("chosen", [5, True, 0, 2.5, {"teacher": 1}, [["teacher"]], [1], [], ""])
-def test_metadata_of_another_type_is_told(chosen: object) -> None:
+def test_metadata_of_another_type_is_refused(chosen: object) -> None:
     s = vocabulary("</s>", eos=("</s>",))
     prompt = Prompt("p", (Message("user", "q"),), None, "t", {"teacher": chosen})
     sample = TandemSample(SampleKey(0, 0, 0), 0, prompt, (1,), (65,), (1,), (-1.0,), "stop", "", ())

@@ -377,7 +377,7 @@ def test_what_a_training_run_adds_is_left_out_by_name(make: Make, tmp_path: Path
     assert f"left out: {moments} tensors of the optimizer, 1 pickled objects (states)" in said
 
 
-def test_padding_behind_the_vocabulary_is_cut_and_told(make: Make, tmp_path: Path) -> None:
+def test_padding_behind_the_vocabulary_is_cut_and_reported(make: Make, tmp_path: Path) -> None:
     hf, said = make("llama"), []
     padded = tmp_path / "padded"
     padded.mkdir()
