@@ -75,7 +75,9 @@ def test_damaged_parts_are_refused(model_copy: Callable[[str], Path]) -> None:
         load_tokenizer(folder)
 
 
-def test_an_unknown_architecture_or_dtype_is_refused(model_copy: Callable[[str], Path], folders: dict[str, Path]) -> None:
+def test_an_unknown_architecture_or_dtype_is_refused(
+    model_copy: Callable[[str], Path], folders: dict[str, Path]
+) -> None:
     folder = model_copy("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no-such-thing"}))
