@@ -270,14 +270,14 @@ def length_reward(lengths: Sequence[FloatArray], pulls: Sequence[float], sign: i
     before, after = lengths
     change = sign * (after - before)
     error = float(change.std() / np.sqrt(len(change)))
-    change = f"{detail}: {before.mean():.1f} to {after.mean():.1f} tokens"
+    moved = f"{detail}: {before.mean():.1f} to {after.mean():.1f} tokens"
     if change.mean() < -2 * error - 1e-9:
-        return Finding(name, "fail", f"{change}, but it should {wanted}", remedy)
+        return Finding(name, "fail", f"{moved}, but it should {wanted}", remedy)
     if change.mean() <= error:
         return Finding(
-            name, "pass", f"{change}: noise, the learning rate is too small to see it {wanted}; the updates point there"
+            name, "pass", f"{moved}: noise, the learning rate is too small to see it {wanted}; the updates point there"
         )
-    return Finding(name, "pass", change)
+    return Finding(name, "pass", moved)
 
 
 def all_passed(findings: Sequence[Finding]) -> bool:
