@@ -14,13 +14,12 @@ METHODS = "teachability teachability_entropy entropy tip divergence compatibilit
 def run(args: argparse.Namespace) -> int:
     from slime_tandem.diagnostics.gain import load_contexts
     from slime_tandem.diagnostics.output import show, write_report
-    from slime_tandem.diagnostics.topn import bank_scores, top_n
+    from slime_tandem.diagnostics.topn import top_n
 
     contexts, table, setup = load_contexts(args.bank, args.evaluations, args.before, args.after)
     report = top_n(
         contexts,
-        bank_scores(table),
-        table.column("position").to_numpy().astype("int64"),
+        table,
         args.methods,
         max(1, len(contexts) // 10) if args.top_n is None else args.top_n,
         setup,

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from slime_tandem.distill.alignment import Aligner
-    from slime_tandem.distill.panel import describe_special
     from slime_tandem.distill.show import coloured, coverage_table, reasons_line
+    from slime_tandem.distill.teacher import describe_special
     from slime_tandem.models.text_tokenizer import load_response, load_text_tokenizer, sample_ids
 
     flags.at_least("--limit", args.limit)

@@ -5,7 +5,8 @@ the first `position` are the context and the next is the sampled token; the same
 H, D, C of the student that wrote them, and both top-K lists. An evaluation has, per context and label (a checkpoint),
 divergences over the full vocabulary.
 
-What belongs to the whole file (version, K, models, vocabularies, which contexts) is JSON in the schema's metadata.
+What belongs to the whole file (version, K, models, vocabularies, which contexts) is JSON in the schema's metadata. How a
+context is chosen or scored is not known here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ VERSION = 1
 _META = b"slime_tandem"
 _STRETCH = 1 << 16
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)
-"""What a damaged file may be told with; names that are no UTF-8 are ValueErrors."""
+"""What reading a damaged file may raise; names that are no UTF-8 are ValueErrors."""
 _ROWS = 1024
 """Rows of a row group: what is read at once."""
 

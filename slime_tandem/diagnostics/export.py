@@ -1,7 +1,8 @@
 """Makes a bank of fixed contexts: responses of a student, scored by it and by a teacher, and some positions of them.
 
 Responses are written by the run's senior on held-out prompts, or read from a JSONL file (`team/score_file.py` has its format).
-Scores are over the whole set of responses (the batch) before positions are drawn.
+Scores are over the whole set of responses (the batch) before positions are drawn. It trains nothing: what training does there
+is measured by `rescore.py` and `gain.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, QUADRANTS, VERSION, bank_id, vocabulary_of, weights_fingerprint, writing
 from slime_tandem.diagnostics.output import Report, Row, plain, write_report
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
-from slime_tandem.distill.panel import Scoring, Teacher, student_candidates
+from slime_tandem.distill.panel import student_candidates
 from slime_tandem.distill.selection import TokenKeys
 from slime_tandem.distill.teachability import (
     Compatibility,
@@ -32,6 +33,7 @@ from slime_tandem.distill.teachability import (
     raw_scores,
     token_scores,
 )
+from slime_tandem.distill.teacher import Scoring, Teacher
 from slime_tandem.errors import ConfigError, DataError, TeacherScoreError
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
@@ -159,8 +161,8 @@ def _rule(team: Team, teacher: Teacher, plan: BankPlan) -> MissingMass:
     """The rule for what lists do not hold; refuses a K that no server can answer."""
     for role in team.roster.roles:
         size = len(team.roster.tokenizers[role].tokens.table)
-        told = team.servers.run(team.servers.clients[role].model_info()).get("vocab_size")
-        limit = told if isinstance(told, int) else size
+        reported = team.servers.run(team.servers.clients[role].model_info()).get("vocab_size")
+        limit = reported if isinstance(reported, int) else size
         if plan.top_k > limit:
             raise ConfigError("--top-k", plan.top_k, f"at most {limit}, what the {role}'s server can list", "lower it")
     same = vocabulary_of(teacher.aligner.student) == vocabulary_of(teacher.aligner.teacher)

@@ -9,6 +9,8 @@ H, D, C are the bank's normalised scores, clipped to [0, 1]. The regressions (we
   base    1, H, D, H*D, position, Ht (the teacher's entropy)
   C       base and C
   parts   base with D*C and D*(1-C) in place of D
+
+It asks no model.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _EPSILON = 1e-12
 """The reference's, in the denominator of the relative gain."""
 _POINTS = 1000
 _NESTED = (
-    "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: whether a column "
-    "matters is told by its coefficient."
+    "R² of a model with more columns is never lower, so an interval of R² minus base cannot reach below 0: a column's "
+    "coefficient says whether it matters."
 )
 _TERMS = ("H", "D", "H*D", "position", "Ht")
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -102,54 +104,11 @@ def load_contexts(
     """
     with Bank(bank, BANK) as file:
         table, meta = file.read(), file.metadata
+    frames, models, covered = _read_evaluations(evaluations, meta["comparison"])
+    _require_one_teacher_on_all(bank, meta["banks"], models, covered, before, after)
     scalars = table.select(_SCALARS).to_pandas()
-    frames: list[Any] = []
-    models: Metadata = {}
-    covered: dict[str, set[str]] = {}
-    for path in evaluations:
-        with Bank(path, EVALUATION) as file:
-            frame, facts = file.read(["label", "sample", "position", "kl"]).to_pandas(), file.metadata
-        frames.append(frame)
-        for label, entry in facts["models"].items():
-            if models.setdefault(label, entry) != entry:
-                raise DataError(
-                    f"{path}, label {label}", entry, f"the same models as before: {models[label]}", "rename"
-                )
-            covered.setdefault(label, set()).update(facts["banks"])
-        if facts["comparison"] != meta["comparison"]:
-            remedy = "evaluate this bank"
-            raise DataError(f"{path}, comparison", facts["comparison"], f"{meta['comparison']}, the bank's", remedy)
-    for label in (before, after):
-        if label not in models:
-            raise DataError("label", label, f"one of {', '.join(sorted(models))}", "choose one, or evaluate it")
-        if covered[label] != set(meta["banks"]):
-            raise DataError(
-                f"contexts of label {label}",
-                sorted(covered[label]),
-                f"those of {bank}: {meta['banks']}",
-                "evaluate this bank",
-            )
-    teachers = {models[label]["teacher"]["weights"] for label in (before, after)}
-    if len(teachers) > 1:
-        remedy = "evaluate both with one teacher"
-        raise DataError("teacher", {x: models[x]["teacher"] for x in (before, after)}, "the same weights", remedy)
-    every = pd.concat(frames)
-    key = ["sample", "position"]
     for label, column in ((before, "kl_before"), (after, "kl_after")):
-        mine = every[every.label == label].drop(columns="label").rename(columns={"kl": column})
-        if mine.duplicated(key).any():
-            first = tuple(mine[mine.duplicated(key)].iloc[0][key])
-            raise DataError(f"({', '.join(key)}) of {label}", first, "each key once", "leave a file out")
-        scalars = scalars.merge(mine, on=key, how="left", validate="one_to_one")
-        missing = scalars[scalars[column].isna()]
-        if len(missing):
-            first = tuple(missing.iloc[0][key])
-            raise DataError(
-                f"label {label}",
-                f"no evaluation of {len(missing)} contexts",
-                "all of the bank's",
-                f"the first is {first}",
-            )
+        scalars = _with_kl(scalars, frames, label, column)
     length = lengths_of(table, "response_ids")
     clipped = {name: np.clip(scalars[f"{name}_line"].to_numpy(), 0.0, 1.0) for name in ("H", "D", "C")}
     contexts = Contexts(
@@ -180,6 +139,67 @@ def load_contexts(
         ],
     }
     return contexts, table, setup
+
+
+def _read_evaluations(evaluations: Sequence[Path], comparison: str) -> tuple[list[Any], Metadata, dict[str, set[str]]]:
+    """(data frames, models of each label, banks that each label was evaluated on)."""
+    frames: list[Any] = []
+    models: Metadata = {}
+    covered: dict[str, set[str]] = {}
+    for path in evaluations:
+        with Bank(path, EVALUATION) as file:
+            frame, facts = file.read(["label", "sample", "position", "kl"]).to_pandas(), file.metadata
+        frames.append(frame)
+        for label, entry in facts["models"].items():
+            if models.setdefault(label, entry) != entry:
+                raise DataError(
+                    f"{path}, label {label}", entry, f"the same models as before: {models[label]}", "rename"
+                )
+            covered.setdefault(label, set()).update(facts["banks"])
+        if facts["comparison"] != comparison:
+            remedy = "evaluate this bank"
+            raise DataError(f"{path}, comparison", facts["comparison"], f"{comparison}, the bank's", remedy)
+    return frames, models, covered
+
+
+def _require_one_teacher_on_all(
+    bank: Path, banks: Sequence[str], models: Metadata, covered: Mapping[str, set[str]], before: str, after: str
+) -> None:
+    """Refuse labels that are not there, were not evaluated on the whole of the bank, or have different teachers."""
+    for label in (before, after):
+        if label not in models:
+            raise DataError("label", label, f"one of {', '.join(sorted(models))}", "choose one, or evaluate it")
+        if covered[label] != set(banks):
+            raise DataError(
+                f"contexts of label {label}",
+                sorted(covered[label]),
+                f"those of {bank}: {banks}",
+                "evaluate this bank",
+            )
+    teachers = {models[label]["teacher"]["weights"] for label in (before, after)}
+    if len(teachers) > 1:
+        remedy = "evaluate both with one teacher"
+        raise DataError("teacher", {x: models[x]["teacher"] for x in (before, after)}, "the same weights", remedy)
+
+
+def _with_kl(scalars: Any, frames: Sequence[Any], label: str, column: str) -> Any:
+    """The bank's rows with the KL of a label as `column`; each (sample, position) exactly once."""
+    every, key = pd.concat(frames), ["sample", "position"]
+    mine = every[every.label == label].drop(columns="label").rename(columns={"kl": column})
+    if mine.duplicated(key).any():
+        first = tuple(mine[mine.duplicated(key)].iloc[0][key])
+        raise DataError(f"({', '.join(key)}) of {label}", first, "each key once", "leave a file out")
+    joined = scalars.merge(mine, on=key, how="left", validate="one_to_one")
+    missing = joined[joined[column].isna()]
+    if len(missing):
+        first = tuple(missing.iloc[0][key])
+        raise DataError(
+            f"label {label}",
+            f"no evaluation of {len(missing)} contexts",
+            "all of the bank's",
+            f"the first is {first}",
+        )
+    return joined
 
 
 @dataclass(frozen=True)

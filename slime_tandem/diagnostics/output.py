@@ -1,4 +1,4 @@
-"""The one shape of every tool's result: rows, as table, CSV, JSON and SVG."""
+"""The one shape of every tool's result: rows, as table, CSV, JSON and SVG. It computes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the findings hang on how the student's support is defined: its K best tokens, a nucleus, or another measure. Pure.
+"""Whether the findings hang on how the student's support is defined: its K best tokens, a nucleus, or another measure.
 
 Definitions of C, from a bank's lists (K is the bank's):
   mass@k          the teacher's mass on the student's k best
@@ -10,7 +10,7 @@ with evaluations, by the two findings that rest on C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +19,15 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from slime_tandem.diagnostics.bank import BANK, Bank, Metadata, top_lists
-from slime_tandem.diagnostics.gain import Resampler, gains, load_contexts, r_squared_gains, thirds
+from slime_tandem.diagnostics.gain import Contexts, Resampler, gains, load_contexts, r_squared_gains, thirds
 from slime_tandem.diagnostics.output import Report, Row, plain
 from slime_tandem.diagnostics.topn import bank_scores
 from slime_tandem.distill.selection import TokenKeys, overlap, select
 from slime_tandem.distill.teachability import Compatibility, MissingMass, Normalisation, TopLists, normalise, raw_scores
 from slime_tandem.errors import ConfigError
 from slime_tandem.types import BoolArray, FloatArray
+
+_DIFFERENCE, _MORE = "low H, high D: gain at high minus low C", "R² of the gain: C beside base"
 
 
 def first_of(lists: TopLists, keep: BoolArray) -> TopLists:
@@ -95,51 +97,62 @@ def check_support(
     if evaluations:
         contexts, table, setup = load_contexts(bank, evaluations, before, after)
     lists, scores = top_lists(table, meta["k"]), bank_scores(table)
+    _require_within(lists.student_ids.shape[1], ks, ps)
+    rule: MissingMass = meta["missing_mass"]
+    mode: Normalisation = meta["normalisation"]
+    definitions, notes = compatibilities(lists, rule, [k for k in ks if k != lists.student_ids.shape[1]], ps)
+    lines = {name: normalise(C, scores.valid, mode) for name, C in definitions.items()}
     sequence = pd.factorize(np.array(table.column("sample").to_pylist()))[0].astype(np.int64)
     keys = TokenKeys(sequence, table.column("position").to_numpy().astype(np.int64))
-    K = lists.student_ids.shape[1]
+    masks = {
+        name: select(
+            replace(scores, C=line), keys, "dlearn_high", ratio, seed=seed, rollout_id=0, min_keep_per_sample=0
+        )
+        for name, line in lines.items()
+    }
+    rows = _agreement(definitions, masks, ratio)
+    references: dict[str, float] = {}
+    if contexts is not None:
+        boot = Resampler(contexts.sequence, resamples, seed)
+        rows += _findings(contexts, {name: line.clipped for name, line in lines.items()}, boot)
+        references = {_DIFFERENCE: 0.0, _MORE: 0.0}
+    facts = {**setup, "ratio": ratio, "resamples": resamples, "seed": seed}
+    return Report("Definitions of the student's support", facts, rows, [*setup["notes"], *notes], references)
+
+
+def _require_within(K: int, ks: Sequence[int], ps: Sequence[float]) -> None:
     for k in ks:
         if not 1 <= k <= K:
             raise ConfigError("--k", k, f"1 to {K}, the bank's K", "export a bank with a larger --top-k")
     for p in ps:
         if not 0.0 < p < 1.0:
             raise ConfigError("--p", p, "a number between 0 and 1", "0.5 to 0.99 are usual")
-    rule: MissingMass = meta["missing_mass"]
-    mode: Normalisation = meta["normalisation"]
-    definitions, notes = compatibilities(lists, rule, [k for k in ks if k != K], ps)
+
+
+def _agreement(definitions: Mapping[str, FloatArray], masks: Mapping[str, BoolArray], ratio: float) -> list[Row]:
+    """Each definition against the reference, which is the first: its mean, its ranks, what is selected by it."""
     reference = next(iter(definitions))
-    masks: dict[str, BoolArray] = {}
-    lines: dict[str, FloatArray] = {}
-    for name, C in definitions.items():
-        line = normalise(C, scores.valid, mode)
-        lines[name] = line.clipped
-        mine = replace(scores, C=line)
-        masks[name] = select(mine, keys, "dlearn_high", ratio, seed=seed, rollout_id=0, min_keep_per_sample=0)
-    rows: list[Row] = []
-    for name, C in definitions.items():
-        rows.append(Row("mean of C", name, plain(float(C.mean())), "0 to 1", len(C)))
+    rows = [Row("mean of C", name, plain(float(C.mean())), "0 to 1", len(C)) for name, C in definitions.items()]
     for name, C in definitions.items():
         rho = _rank_correlation(C, definitions[reference])
         rows.append(Row(f"rank correlation with {reference}", name, plain(rho, "C is the same everywhere")))
     for name in definitions:
         shared = plain(overlap(masks[name], masks[reference]))
         rows.append(Row(f"dlearn_high at {ratio:g}: overlap with {reference}", name, shared, "Jaccard"))
-    references = {}
-    if contexts is not None:
-        boot = Resampler(contexts.sequence, resamples, seed)
-        y = gains(contexts.kl_before, contexts.kl_after, "absolute")
-        difference, more = "low H, high D: gain at high minus low C", "R² of the gain: C beside base"
-        references = {difference: 0.0, more: 0.0}
-        findings = []
-        for name, normalised in lines.items():
-            c = replace(contexts, C=normalised)
-            high, low = thirds(c, c.quadrant == 3)
-            n = int(high.sum() + low.sum())
-            rows.append(Row(difference, name, boot.difference(y, c.weight, high, low), "nats", n))
-            findings.append(Row(more, name, r_squared_gains(c, y, boot)["R² C - base"], "fraction", len(c)))
-        rows += findings
-    facts = {**setup, "ratio": ratio, "resamples": resamples, "seed": seed}
-    return Report("Definitions of the student's support", facts, rows, [*setup["notes"], *notes], references)
+    return rows
+
+
+def _findings(contexts: Contexts, lines: Mapping[str, FloatArray], boot: Resampler) -> list[Row]:
+    """The two findings that rest on C, with each definition's normalised C [N] in its place."""
+    y = gains(contexts.kl_before, contexts.kl_after, "absolute")
+    differences, more = [], []
+    for name, line in lines.items():
+        c = replace(contexts, C=line)
+        high, low = thirds(c, c.quadrant == 3)
+        n = int(high.sum() + low.sum())
+        differences.append(Row(_DIFFERENCE, name, boot.difference(y, c.weight, high, low), "nats", n))
+        more.append(Row(_MORE, name, r_squared_gains(c, y, boot)["R² C - base"], "fraction", len(c)))
+    return differences + more
 
 
 def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:

@@ -18,6 +18,8 @@ gives a span's student tokens values from the teacher's log-prob of the whole sp
   even          an equal share each
   proportional  shares in proportion to the student's own log-probs
   chain_rule    the span counts as one action: each of its tokens carries the difference of the whole span
+
+It knows no engine, no template and no log-prob but those that it is given: `teacher.py` asks for them.
 """
 
 from __future__ import annotations
@@ -315,28 +317,10 @@ class Aligner:
         """
         s = self._from.clip(student_ids)
         places, length = self._from.places(s)
-        silent = np.full(len(s), _PAIRED, dtype=np.int8)
-        self._hide_thinking(s, silent)
-        for start, stop in inserted:
-            silent[start:stop] = _INSERTED
-        if self.thinking == "drop" or bridges:
-            hidden = silent == _THINKING
-            for bridge in bridges:
-                hidden[bridge.at : bridge.at + bridge.skip] = True
-            length = np.where(hidden, 0, length)
-        if not length.all():
-            silent[(length == 0) & (silent < 0)] = _SPECIAL
+        silent, length = self._silence(s, length, bridges, inserted)
         ends = np.cumsum(length)
         stream = self._from.read(places, length)
-        # Places of the stream where text is interrupted: special symbols, and bridges (which take no symbol).
-        special = np.flatnonzero(places >= self._from.special_start)
-        special = special[length[special] > 0]
-        numbers = (places[special] - self._from.special_start) >> 3
-        cuts: list[tuple[int, int, tuple[int, ...] | int]] = [
-            (end - 1, end, number) for end, number in zip(ends[special].tolist(), numbers.tolist(), strict=True)
-        ]
-        cuts += [(at, at, b.ids) for b in bridges for at in [int(ends[b.at - 1]) if b.at else 0]]
-        cuts.sort(key=lambda cut: cut[:2])
+        cuts = self._interruptions(places, length, ends, bridges)
 
         ids: list[int] = []
         marks: list[IntArray] = [np.zeros(0, dtype=np.int64)]
@@ -386,6 +370,40 @@ class Aligner:
             *_joint_map(reads, len(stream)),
             silent,
         )
+
+    def _silence(
+        self, s: IntArray, length: IntArray, bridges: Sequence[Bridge], inserted: Sequence[tuple[int, int]]
+    ) -> tuple[npt.NDArray[np.int8], IntArray]:
+        """(why each token never pairs, `_PAIRED` where it may; symbols that each writes: none where the teacher reads none)."""
+        silent = np.full(len(s), _PAIRED, dtype=np.int8)
+        self._hide_thinking(s, silent)
+        for start, stop in inserted:
+            silent[start:stop] = _INSERTED
+        if self.thinking == "drop" or bridges:
+            hidden = silent == _THINKING
+            for bridge in bridges:
+                hidden[bridge.at : bridge.at + bridge.skip] = True
+            length = np.where(hidden, 0, length)
+        if not length.all():
+            silent[(length == 0) & (silent < 0)] = _SPECIAL
+        return silent, length
+
+    def _interruptions(
+        self, places: IntArray, length: IntArray, ends: IntArray, bridges: Sequence[Bridge]
+    ) -> list[tuple[int, int, tuple[int, ...] | int]]:
+        """Places of the stream where text is interrupted: special symbols, and bridges (which take no symbol).
+
+        (start, stop, number of the special symbol or ids of the bridge), in order.
+        """
+        special = np.flatnonzero(places >= self._from.special_start)
+        special = special[length[special] > 0]
+        numbers = (places[special] - self._from.special_start) >> 3
+        cuts: list[tuple[int, int, tuple[int, ...] | int]] = [
+            (end - 1, end, number) for end, number in zip(ends[special].tolist(), numbers.tolist(), strict=True)
+        ]
+        cuts += [(at, at, b.ids) for b in bridges for at in [int(ends[b.at - 1]) if b.at else 0]]
+        cuts.sort(key=lambda cut: cut[:2])
+        return cuts
 
     def _hide_thinking(self, s: IntArray, silent: npt.NDArray[np.int8]) -> None:
         if self.thinking != "drop" or not (self._think[0] or self._think[1]):

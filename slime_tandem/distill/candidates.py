@@ -2,7 +2,8 @@
 
 A token is the same on both sides if its bytes are, or its role; others have no entry, and their mass counts as the rest. Exact
 log-probs of given ids come from the engine: SGLang takes one id list per request (`token_ids_logprob`), so a response is asked
-for in windows of positions, each with the ids that are missing there.
+for in windows of positions, each with the ids that are missing there. Which of them are asked for and what they count is not
+decided here.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LogProbsById = Mapping[int, float]
 
 
 @dataclass(frozen=True)
-class Twins:
+class SameTokens:
     """The token of the other vocabulary with the same bytes or the same role, -1 for none; one array per direction.
 
     >>> from slime_tandem.tokens.token_bytes import TokenBytes
     >>> s = TokenBytes((b"a", b"b", None), frozenset({2}), frozenset({2}), {2: "<|im_end|>"})
     >>> t = TokenBytes((None, b"b"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
-    >>> twins = Twins(Aligner(s, t, end_of_turn=0))
-    >>> twins.teacher_of.tolist(), twins.student_of.tolist()
+    >>> same = SameTokens(Aligner(s, t, end_of_turn=0))
+    >>> same.teacher_of.tolist(), same.student_of.tolist()
     ([-1, 1, 0], [2, 1])
     """
 
@@ -192,15 +193,15 @@ def _windows(wanted: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
 def _answers(result: GenerateResult, wanted: Sequence[frozenset[int]], start: int, role: str) -> list[dict[int, float]]:
     n, out = len(wanted), []
     for at, entry in _exactly(result.input_token_ids_logprobs[-n:], n, result.rid, role):
-        told = {token: value for value, token in entry or ()}  # of every id of the window: most are other positions'
-        if missing := wanted[at] - told.keys():
+        given = {token: value for value, token in entry or ()}  # of every id of the window: most are other positions'
+        if missing := wanted[at] - given.keys():
             raise TeacherScoreError(
                 f"{role} answer {result.rid}, response position {start + at}",
                 f"no log-prob of id {min(missing)}",
                 "one for every id that was asked for",
                 f"see the {role}'s log",
             )
-        mine = tuple((told[i], i) for i in wanted[at])
+        mine = tuple((given[i], i) for i in wanted[at])
         out.append(_checked(mine, result.rid, start + at, role) if mine else {})
     return out
 
@@ -220,21 +221,21 @@ def require_whole(lists: Sequence[LogProbsById], k: int, role: str) -> None:
 def missing_on(
     own: Sequence[LogProbsById],
     other: Sequence[LogProbsById],
-    twin: IntArray,
+    counterpart: IntArray,
     at: Sequence[int],
     partner: Sequence[int],
 ) -> list[frozenset[int]]:
-    """Per position of `own`: ids that `other` lists there (through `twin`) and `own` does not; pairs `at` -> `partner`."""
+    """Per position of `own`: ids that `other` lists there (through `counterpart`) and `own` does not. `at` pairs `partner`."""
     wanted: list[frozenset[int]] = [frozenset()] * len(own)
     for i, j in zip(at, partner, strict=True):
-        twins = {int(twin[t]) for t in other[j] if 0 <= t < len(twin)} - {-1}
-        wanted[i] = frozenset(twins - own[i].keys())
+        listed = {int(counterpart[t]) for t in other[j] if 0 <= t < len(counterpart)} - {-1}
+        wanted[i] = frozenset(listed - own[i].keys())
     return wanted
 
 
 def gather_candidates(
     aligned: Alignment,
-    twins: Twins,
+    same: SameTokens,
     support: Support,
     k: int,
     teacher: Sequence[LogProbsById],
@@ -254,16 +255,16 @@ def gather_candidates(
         chosen: dict[int, float] = {}
         if support != "student":
             for token, value in _best(known_t, k):
-                twin = int(twins.student_of[token]) if token < len(twins.student_of) else -1
-                if twin >= 0:
-                    chosen[twin] = value
+                counterpart = int(same.student_of[token]) if token < len(same.student_of) else -1
+                if counterpart >= 0:
+                    chosen[counterpart] = value
         if support != "teacher":
             assert student is not None
             for token, _ in _best(known_s, k):
-                twin = int(twins.teacher_of[token]) if token < len(twins.teacher_of) else -1
-                # Several ends of turn share one twin: its mass must not count twice.
-                if twin >= 0 and int(twins.student_of[twin]) == token:
-                    chosen[token] = known_t[twin]
+                counterpart = int(same.teacher_of[token]) if token < len(same.teacher_of) else -1
+                # Several ends of turn share one counterpart: its mass must not count twice.
+                if counterpart >= 0 and int(same.student_of[counterpart]) == token:
+                    chosen[token] = known_t[counterpart]
         for column, (token, value) in enumerate(_best(chosen, width)):
             ids[i, column], t_lp[i, column] = token, value
             s_lp[i, column] = known_s.get(token, math.nan)
@@ -272,7 +273,7 @@ def gather_candidates(
 
 def gather_lists(
     aligned: Alignment,
-    twins: Twins,
+    same: SameTokens,
     k: int,
     teacher: Sequence[LogProbsById],
     student: Sequence[LogProbsById],
@@ -288,15 +289,14 @@ def gather_lists(
     s_known, t_known = [student[i] for i in at.tolist()], [teacher[j] for j in partner.tolist()]
     s_ids, s_values = _columns(s_known, k)
     t_own, t_values = _columns(t_known, k)
-    twin = twins.of(twins.teacher_of, s_ids)
-    s_ids = np.where(
-        twins.of(twins.student_of, twin) == s_ids, s_ids, -1
-    )  # several ends of turn share one twin: one counts
-    t_ids = twins.of(twins.student_of, t_own)
+    counterpart = same.of(same.teacher_of, s_ids)
+    # Several ends of turn share one counterpart: one counts.
+    s_ids = np.where(same.of(same.student_of, counterpart) == s_ids, s_ids, -1)
+    t_ids = same.of(same.student_of, t_own)
     values = [s_values, t_values]
     if exact is not None:
         s_beyond, t_beyond = [exact[1][i] for i in at.tolist()], [exact[0][j] for j in partner.tolist()]
-        values += [_values(twin, s_ids, t_known, t_beyond), _values(t_ids, t_ids, s_known, s_beyond)]
+        values += [_values(counterpart, s_ids, t_known, t_beyond), _values(t_ids, t_ids, s_known, s_beyond)]
     R = len(aligned.teacher_index)
     ids = np.full((2, R, k), -1, dtype=np.int64)
     ids[:, at] = s_ids, t_ids

@@ -1,7 +1,8 @@
 """From the lists of a rollout's responses to its OPD mask: score, normalise, select. Pure.
 
 The mask says which tokens carry the teacher's signal; the task reward's own mask stays as it is. It is chosen over the whole
-rollout batch, before mini-batches are cut, and depends on (seed, rollout id, tokens) alone.
+rollout batch, before mini-batches are cut, and depends on (seed, rollout id, tokens) alone. It asks no engine and knows no
+loss.
 """
 
 from __future__ import annotations

@@ -1,293 +1,28 @@
-"""A teacher scores what the policy sampled: render, ask the engine, align to the student's positions.
+"""Several teachers: which of them score a sample, and how their log-probs become one teacher's.
 
-The teacher reads the raw messages through its own chat template and the response in its own ids (`alignment.Aligner.write`);
-its log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
-that is short, missing a value or not finite fails that sample with a reason; the caller decides what a failed sample means.
+It asks the senior for its own top lists where a support or a selection starts from these. How one teacher reads and scores
+is `teacher.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from slime_tandem.config import AlignmentPolicy, Support
-from slime_tandem.distill.alignment import Aligner, Alignment, Bridge, TeacherText, as_floats, count_reasons
-from slime_tandem.distill.candidates import (
-    ExactQuery,
-    Twins,
-    exact_log_probs,
-    gather_candidates,
-    gather_lists,
-    missing_on,
-    require_whole,
-    top_of,
-)
-from slime_tandem.errors import DataError, ModelError, TeacherScoreError
-from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, same_ids
-from slime_tandem.types import AlignedScores, FloatArray, Message, Prompt, TandemSample
+from slime_tandem.distill.alignment import count_reasons
+from slime_tandem.distill.candidates import top_of
+from slime_tandem.distill.teacher import Scoring, Teacher
+from slime_tandem.errors import DataError, TeacherScoreError
+from slime_tandem.protocol import Engine, GenerateRequest
+from slime_tandem.types import AlignedScores, Prompt, TandemSample
 
 TEACHER_KEY = "teacher"
 """Key of `Prompt.metadata` that chooses a sample's teachers by name: a string or a list of them."""
-
-StudentTop = Sequence[Mapping[int, float]]
-"""A student's top-K at each response position [R], as {id: log-prob}, nats."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """What is asked of teachers.
-
-    `policy`: values for tokens without a one-to-one partner. `top_k`: candidates per position (0: none), from the lists of
-    `support`. `lists`: length of both sides' lists, by which tokens are selected (0: none); `cross`: with each side's exact
-    values of the other's entries.
-    """
-
-    policy: AlignmentPolicy = "strict"
-    top_k: int = 0
-    support: Support = "teacher"
-    lists: int = 0
-    cross: bool = True
-
-    @property
-    def of_student(self) -> int:
-        """Length of the student's lists, 0 where it need not be asked."""
-        return max(self.lists, 0 if self.support == "teacher" else self.top_k)
-
-    @property
-    def widest(self) -> int:
-        """Length of the teacher's lists that serves both purposes."""
-        return max(self.lists, self.top_k)
-
-
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """A scorer with a tokenizer of its own.
-
-    `aligner` knows the student's vocabulary and this one's. `render(messages)` gives the prompt ids of its chat template
-    with the generation prompt; `encode(text)` the ids of plain text without special tokens; `bridge(messages)` the ids
-    that its template puts from the end of one assistant turn over these messages to the begin of the next (None: messages
-    between turns are read as the student's text). `max_batch` sequences travel per HTTP request, `concurrency` requests
-    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known. `tasks`:
-    the task tags that it is for, None for all that no other teacher names; `weight` among several teachers of one sample.
-    """
-
-    engine: Engine
-    aligner: Aligner
-    render: Callable[[Sequence[Message]], list[int]]
-    encode: Callable[[str], list[int]]
-    bridge: Callable[[Sequence[Message]], list[int]] | None = None
-    name: str = "teacher"
-    tasks: frozenset[str] | None = None
-    weight: float = 1.0
-    max_batch: int = 128
-    concurrency: int = 4
-    max_tokens: int | None = None
-
-    @cached_property
-    def twins(self) -> Twins:
-        """Same tokens of the two vocabularies."""
-        return Twins(self.aligner)
-
-    async def score(
-        self,
-        samples: Sequence[TandemSample],
-        scoring: Scoring = Scoring(),
-        student_top: Sequence[StudentTop] | None = None,
-        senior: Engine | None = None,
-    ) -> list[AlignedScores | TeacherScoreError]:
-        """One entry per sample, in order: aligned scores, or why there are none.
-
-        `student_top` per sample is needed where `scoring.of_student` is not 0, the `senior` for cross-scores. A sample longer
-        than `max_tokens` is not sent: the engine would refuse the whole batch for it. Raises EngineError kinds only when the
-        engine itself cannot be reached or refuses the request.
-        """
-        if scoring.of_student and student_top is None:
-            expected = f"lists for support {scoring.support!r} or a selection"
-            raise DataError("student_top", None, expected, "ask the student")
-        plans = [self._plan(sample, scoring) for sample in samples]
-        out: dict[int, AlignedScores | TeacherScoreError] = {
-            i: error for i, plan in enumerate(plans) if (error := self._too_long(plan.request)) is not None
-        }
-        sent = [i for i in range(len(plans)) if i not in out]
-        gate = asyncio.Semaphore(self.concurrency)
-
-        async def ask(part: Sequence[int]) -> list[GenerateResult]:
-            async with gate:
-                return await self.engine.generate([plans[i].request for i in part])
-
-        parts = [sent[at : at + self.max_batch] for at in range(0, len(sent), self.max_batch)]
-        answers = await asyncio.gather(*(ask(part) for part in parts))
-        views: dict[int, _View] = {}
-        for i, result in zip(sent, (r for rs in answers for r in rs), strict=True):
-            try:
-                top = student_top[i] if student_top is not None else None
-                views[i] = self._read(samples[i], plans[i], result, scoring, top)
-            except TeacherScoreError as error:
-                out[i] = error
-        asked = sorted(views)
-        for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
-            out[i] = scores
-        return [out[i] for i in range(len(plans))]
-
-    def _read(
-        self,
-        sample: TandemSample,
-        plan: _Plan,
-        result: GenerateResult,
-        scoring: Scoring,
-        student_top: StudentTop | None,
-    ) -> _View:
-        log_probs = response_log_probs(result, plan.text.ids, self.name)
-        aligned = self.aligner.align(plan.text)
-        scores = aligned.scores(log_probs, scoring.policy, sample.log_probs)
-        known = top_of(result, len(plan.text.ids), self.name) if scoring.widest else []
-        if scoring.lists:
-            assert student_top is not None
-            require_whole(known, scoring.lists, self.name)
-            require_whole(student_top, scoring.lists, "senior")
-        return _View(sample, plan, aligned, scores, known, student_top or ())
-
-    async def _compare(
-        self, views: Sequence[_View], scoring: Scoring, senior: Engine | None
-    ) -> list[AlignedScores | TeacherScoreError]:
-        """Candidates and lists for what was read, with exact values where a list does not tell."""
-        if not scoring.widest:
-            return [view.scores for view in views]
-        cross = bool(scoring.lists and scoring.cross)
-        of_teacher: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.known] for v in views]
-        of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
-        if scoring.support != "teacher" or cross:
-            queries = [v.of_teacher(self.twins) for v in views]
-            of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
-        if cross:
-            assert senior is not None, "cross-scores are the senior's, too"
-            queries = [v.of_student(self.twins) for v in views]
-            of_student = await exact_log_probs(senior, queries, role="senior", max_batch=self.max_batch)
-        out: list[AlignedScores | TeacherScoreError] = []
-        for view, exact_t, exact_s in zip(views, of_teacher, of_student, strict=True):
-            if isinstance(exact_t, TeacherScoreError) or isinstance(exact_s, TeacherScoreError):
-                out.append(exact_t if isinstance(exact_t, TeacherScoreError) else exact_s)  # type: ignore[arg-type]
-                continue
-            candidates, lists = None, None
-            if scoring.top_k:
-                known = [{**a, **b} for a, b in zip(view.known, exact_t, strict=True)]
-                student = view.student if scoring.support != "teacher" else None
-                candidates = gather_candidates(view.aligned, self.twins, scoring.support, scoring.top_k, known, student)
-            if scoring.lists:
-                exact = (exact_t, exact_s) if cross else None
-                lists = gather_lists(view.aligned, self.twins, scoring.lists, view.known, view.student, exact)
-            out.append(replace(view.scores, candidates=candidates, lists=lists))
-        return out
-
-    def _too_long(self, request: GenerateRequest) -> TeacherScoreError | None:
-        n = len(request.input_ids)
-        if self.max_tokens is None or n <= self.max_tokens:
-            return None
-        return TeacherScoreError(
-            f"{self.name} request {request.rid}",
-            f"{n} tokens",
-            f"at most {self.max_tokens}, the teacher's context or its server's cache",
-            "lower sampling.max_new_tokens, shorten the prompts, raise engine.cache_tokens, or take a teacher with a "
-            "longer context",
-        )
-
-    def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
-        bridges: list[Bridge] = []
-        if self.bridge is not None and sample.inserted_messages:
-            for (start, stop), messages in zip(sample.inserted, sample.inserted_messages, strict=True):
-                ids = tuple(self.bridge(messages))
-                # The end of turn that the student sampled has the teacher's in its place already.
-                ended = start > 0 and sample.response_ids[start - 1] in self.aligner.student.eos_ids
-                if ended and ids and ids[0] == self.aligner.end_of_turn:
-                    ids = ids[1:]
-                bridges.append(Bridge(start, stop - start, ids))
-        text = self.aligner.write(sample.response_ids, self.encode, bridges=bridges, inserted=sample.inserted)
-        prompt = self.render(sample.prompt.messages)
-        request = GenerateRequest(
-            rid=f"score-{sample.key.seed}-{sample.key.rollout_id}-{sample.key.sample_index}",
-            input_ids=(*prompt, *text.ids),
-            max_new_tokens=0,
-            logprob_start_len=len(prompt) - 1,
-            top_logprobs_num=scoring.widest,
-        )
-        return _Plan(request, prompt, text)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    request: GenerateRequest
-    prompt: list[int]
-    text: TeacherText
-
-
-@dataclass(frozen=True)
-class _View:
-    """What a teacher's first answer says about a sample: `known` [Rt] its lists, `student` [R] the student's."""
-
-    sample: TandemSample
-    plan: _Plan
-    aligned: Alignment
-    scores: AlignedScores
-    known: Sequence[dict[int, float]]
-    student: StudentTop
-
-    @property
-    def pairs(self) -> tuple[list[int], list[int]]:
-        """(student positions, their teacher positions)."""
-        at = np.flatnonzero(self.aligned.teacher_index >= 0)
-        return at.tolist(), self.aligned.teacher_index[at].tolist()
-
-    def of_teacher(self, twins: Twins) -> ExactQuery:
-        """The student's entries that the teacher's lists do not tell."""
-        at, partner = self.pairs
-        wanted = missing_on(self.known, self.student, twins.teacher_of, partner, at)
-        return ExactQuery(self.plan.request.rid, self.plan.prompt, self.plan.text.ids, wanted)
-
-    def of_student(self, twins: Twins) -> ExactQuery:
-        """The reverse."""
-        at, partner = self.pairs
-        wanted = missing_on(self.student, self.known, twins.student_of, at, partner)
-        rid = self.plan.request.rid.replace("score", "top", 1)
-        return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted)
-
-
-def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:
-    """The last `len(response)` input log-probs of an answer [Rt], nats.
-
-    Taken from the end, because engines differ in whether the entry at `logprob_start_len` itself is returned. Raises
-    TeacherScoreError for a short answer, other ids than sent, or a value that is no log-prob (None, NaN, inf, positive);
-    `role` names the scorer in it.
-    """
-    n = len(response)
-    if n == 0:
-        return np.zeros(0)
-    values, ids = result.input_log_probs[-n:], result.input_ids[-n:]
-    if len(values) < n or not same_ids(ids, response):
-        raise TeacherScoreError(
-            f"{role} answer {result.rid}",
-            f"{len(result.input_log_probs)} input log-probs",
-            f"one for each of the {n} response tokens, with the ids that were sent",
-            f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
-        )
-    try:
-        out = as_floats(values)  # type: ignore[arg-type]  # a None is told below
-    except struct.error:
-        out = np.array([math.nan if value is None else value for value in values])
-    bad = np.flatnonzero(~(np.isfinite(out) & (out <= 1e-4)))
-    if len(bad):
-        raise TeacherScoreError(
-            f"{role} answer {result.rid}, response position {bad[0]}",
-            values[bad[0]],
-            "a finite log-probability of at most 0",
-            f"the {role}'s server is faulty or gives the token no probability at all",
-        )
-    return np.minimum(out, 0.0)
+SAMPLED = Scoring()
+"""Log-probs of the sampled tokens alone."""
 
 
 async def student_candidates(
@@ -325,7 +60,7 @@ class TeacherPanel:
     log-probs, at each position over those that have a value there.
     """
 
-    def __init__(self, teachers: Sequence[Teacher], scoring: Scoring = Scoring()) -> None:
+    def __init__(self, teachers: Sequence[Teacher], scoring: Scoring = SAMPLED) -> None:
         names = [t.name for t in teachers]
         if not teachers or len(set(names)) < len(names):
             raise DataError("teachers", names, "at least one, each with a name of its own", "rename them")
@@ -400,6 +135,7 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
     A position without any value keeps the first teacher's reason. Raises DataError for
     candidates of several teachers, whose distributions cannot be merged from lists.
 
+    >>> from slime_tandem.distill.alignment import Aligner
     >>> from slime_tandem.tokens.token_bytes import TokenBytes
     >>> s = TokenBytes((b"a", b"b"), frozenset(), frozenset())
     >>> whole, split = (TokenBytes(t, frozenset(), frozenset()) for t in ((b"a", b"b"), (b"a", b"b", b"bb")))
@@ -429,67 +165,3 @@ def combine(views: Sequence[tuple[float, AlignedScores]]) -> AlignedScores:
     origin = views[0][1].origin
     assert origin is not None, "scores of an alignment say why"
     return AlignedScores(mean, mask, count_reasons(origin.reason[~mask]), origin=origin)
-
-
-_PROBE = "Self-test: 12345 + 678, caf\u00e9, \u4f60\u597d, \U0001f680\n\ndef f(x):\n    return x\n"
-
-
-def check_teacher(teacher: Teacher) -> None:
-    """Ask nothing of the engine, but put every special token and a probe text through the alignment.
-
-    Raises ModelError if the teacher's tokenizer does not spell the probe as it should, or an end of turn of the student has no
-    counterpart: both would only show as a low coverage later.
-    """
-    a = teacher.aligner
-    probe = teacher.encode(_PROBE)
-    spelt = a.teacher.join(probe)
-    if spelt != _PROBE.encode():
-        raise ModelError(
-            f"tokenizer of {teacher.name}",
-            repr(spelt.decode("utf-8", "replace")),
-            f"ids that spell {_PROBE!r}",
-            "this tokenizer changes text; take a teacher with another one",
-        )
-    if a.thinking == "drop" and not (a.student.roles.keys() & {"think_start", "think_end"}):
-        raise ModelError(
-            f"thinking of {teacher.name}",
-            "drop",
-            "a student that writes its thinking between tokens of their own (<think>, [THINK])",
-            "set keep: what this student thinks cannot be told from its answer",
-        )
-    for row in a.special.rows:
-        kept_from = a.thinking == "drop" and any(role.startswith("think") for role in row.roles)
-        if row.teacher_id is None or kept_from:
-            continue
-        text = a.write([row.student_id], teacher.encode)
-        if text.ids != (row.teacher_id,) or a.align(text).teacher_index.tolist() != [0]:
-            raise ModelError(f"special token of {teacher.name}", str(row), "a pair", "see docs/distillation.md")
-    lost = sorted(i for i in a.student.eos_ids if i not in a.special.ids and a.student.of(i) is None)
-    if lost and not a.same_vocabulary:
-        raise ModelError(
-            f"ends of turn for {teacher.name}",
-            lost,
-            "a counterpart for each",
-            "set eos_token_id in generation_config.json",
-        )
-
-
-def describe_special(aligner: Aligner, name: str = "teacher") -> str:
-    """What stands for each special token that has a role, a line each; how many others are masked.
-
-    >>> from slime_tandem.tokens.token_bytes import TokenBytes
-    >>> s = TokenBytes((b"a", None, None), frozenset({1, 2}), frozenset({1}), {1: "<|im_end|>", 2: "<|extra|>"})
-    >>> t = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}), {0: "<|eot_id|>"})
-    >>> print(describe_special(Aligner(s, t, end_of_turn=0)))
-    special tokens, student -> teacher:
-      1 <|im_end|> (eos, turn_end) -> 0 <|eot_id|>
-      1 more without a role or a counterpart: masked where they are sampled
-    """
-    if aligner.same_vocabulary:
-        return f"special tokens, student -> {name}: the same vocabulary"
-    rows = aligner.special.rows
-    lines = [f"special tokens, student -> {name}:", *(f"  {row}" for row in rows if row.roles)]
-    others = sum(not row.roles and row.teacher_id is None for row in rows)
-    if others:
-        lines.append(f"  {others} more without a role or a counterpart: masked where they are sampled")
-    return "\n".join(lines)

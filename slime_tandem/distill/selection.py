@@ -3,7 +3,7 @@
 A selector ranks valid tokens and keeps ceil(ratio * their number), at least one, over the whole rollout batch or per
 response. Ties are broken by a hash of (seed, rollout, response, position), never by position: clipped scores tie the top
 5% of tokens, and a rule that then prefers early ones selects the beginnings of responses (TIP's and TA-OPD's published
-code does).
+code does). What the scores mean is `teachability.py`'s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How an alignment is shown: what maps to what, coverage by class, and the text with its unaligned spans in colour."""
+"""How an alignment is shown: what maps to what, coverage by class, and the text with its unaligned spans in colour.
+
+It aligns nothing.
+"""
 
 from __future__ import annotations
 

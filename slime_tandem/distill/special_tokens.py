@@ -1,7 +1,8 @@
 """Which special token of the teacher stands for which of the student: by role, never by number. Pure.
 
 A special token has a meaning instead of bytes: end of turn, begin of thinking, begin of a tool call. The same meaning has other
-names and numbers in other vocabularies. The map is made once per pair of vocabularies, checked and shown at the start.
+names and numbers in other vocabularies. The map is made once per pair of vocabularies, checked and shown at the start. Tokens
+with bytes are `alignment.py`'s.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ What a list does not hold (`MissingMass`):
   rest   shared candidates one by one, all else as one event: a lower bound of the divergence, nothing invented
   fill   1e-12 for what a list lacks, as the reference implementation does: a teacher-only token then costs 27.6 * p nats and
          membership of lists dominates D; for reproduction only
+
+Which tokens are then chosen is `selection.py`'s.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`slime-tandem doctor`: sanity probes on the user's own config and models, each with a remedy (docs/objective.md)."""
+"""`slime-tandem doctor`: questions put to a team of the user's own models, each with a remedy (docs/objective.md)."""

@@ -1,7 +1,8 @@
 """The probes themselves: each looks at what it is given and says what it found. No processes, no files.
 
 A probe compares what the project computes on the user's settings, models and responses with what must hold whatever these are.
-What it cannot decide it skips, with the reason; what is no fault but worth a look is a warning.
+What it cannot decide it skips, with the reason; what is no fault but worth a look is a warning. Which are run, and on what, is
+`run.py`'s.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def group_sums(config: RunConfig) -> Finding:
         return Finding(
             name, "fail", f"sums up to {sums:.2g}, {off:.2g} apart when shuffled", "report this, it is our fault"
         )
-    told = "not zero with baseline=median" if objective.baseline == "median" else f"at most {sums:.1g}"
+    sums_are = "not zero with baseline=median" if objective.baseline == "median" else f"at most {sums:.1g}"
     return Finding(
-        name, "pass", f"4 groups of {K}: sums {told}; the same in any order; the group of equal rewards is 0"
+        name, "pass", f"4 groups of {K}: sums {sums_are}; the same in any order; the group of equal rewards is 0"
     )
 
 
@@ -173,8 +174,8 @@ def kl_parity(logits: Tensor, objective: ObjectiveConfig) -> Finding:
     if not (off <= 1e-6 * max(1.0, exact) and zero == 0):
         return Finding("KL parity", "fail", detail, "the model's logits are not finite, or report this")
     if objective.kl_coef > 0 and objective.kl_in == "loss" and objective.kl_estimator == "k1":
-        told = "as a loss term, k1 has no expected gradient: the KL holds nothing back"
-        return Finding("KL parity", "warn", told, "set objective.kl_estimator=k2 or k3, or objective.kl_in=reward")
+        detail = "as a loss term, k1 has no expected gradient: the KL holds nothing back"
+        return Finding("KL parity", "warn", detail, "set objective.kl_estimator=k2 or k3, or objective.kl_in=reward")
     return Finding("KL parity", "pass", detail)
 
 
@@ -269,14 +270,14 @@ def length_reward(lengths: Sequence[FloatArray], pulls: Sequence[float], sign: i
     before, after = lengths
     change = sign * (after - before)
     error = float(change.std() / np.sqrt(len(change)))
-    told = f"{detail}: {before.mean():.1f} to {after.mean():.1f} tokens"
+    moved = f"{detail}: {before.mean():.1f} to {after.mean():.1f} tokens"
     if change.mean() < -2 * error - 1e-9:
-        return Finding(name, "fail", f"{told}, but it should {wanted}", remedy)
+        return Finding(name, "fail", f"{moved}, but it should {wanted}", remedy)
     if change.mean() <= error:
         return Finding(
-            name, "pass", f"{told}: noise, the learning rate is too small to see it {wanted}; the updates point there"
+            name, "pass", f"{moved}: noise, the learning rate is too small to see it {wanted}; the updates point there"
         )
-    return Finding(name, "pass", told)
+    return Finding(name, "pass", moved)
 
 
 def all_passed(findings: Sequence[Finding]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.panel import describe_special
+from slime_tandem.distill.teacher import describe_special
 from slime_tandem.doctor import probes
 from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, attempt
 from slime_tandem.errors import TandemError
@@ -35,7 +35,7 @@ _NEVER_SAMPLED = {"bos", "pad", "unk"}
 
 
 def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates: int = 8) -> list[Finding]:
-    """All findings, each told to `say` as it comes. `length_updates` 0: without the length probe."""
+    """All findings, each passed to `say` as it comes. `length_updates` 0: without the length probe."""
     findings: list[Finding] = []
 
     def add(finding: Finding) -> None:
@@ -61,7 +61,7 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         for role in roster.roles[1:]:
             add(attempt("tokenizer", lambda role=role: probes.tokenizer(roster.tokenizers[role], role)))  # type: ignore[misc]
         with Team(roster, config.run_dir / "logs") as team:
-            _Bedside(config, team, tasks, policy, add, prompts, length_updates).examine()
+            ServerProbes(config, team, tasks, policy, add, prompts, length_updates).examine()
     except (TandemError, OSError) as error:
         if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
             error = TandemError.of_os_error(error.filename or config.run_dir, error)
@@ -78,7 +78,7 @@ def _policy(config: RunConfig, roster: Roster) -> MegatronPolicy:
     )
 
 
-class _Bedside:
+class ServerProbes:
     """The probes that need servers at work, and the responses that they share."""
 
     def __init__(
@@ -100,6 +100,7 @@ class _Bedside:
         self.tolerance: Tolerance = FLOAT32 if exact else BFLOAT16
 
     def examine(self) -> None:
+        """Write a few responses and put every probe to them, the training ones last."""
         config, samples_per = self.config, self.config.train.samples_per_prompt
         opd, tandem = config.opd.enabled, config.tandem.enabled
         scored, _ = rollout(
@@ -186,8 +187,8 @@ class _Bedside:
             rows = () if teacher.aligner.same_vocabulary else teacher.aligner.special.unmapped
             lost = [row for row in rows if set(row.roles) - _NEVER_SAMPLED]
             if lost:
-                told = "; ".join(map(str, lost))
-                out.append(Finding(name, "warn", f"no counterpart: {told}", "these are masked where they are sampled"))
+                names = "; ".join(map(str, lost))
+                out.append(Finding(name, "warn", f"no counterpart: {names}", "these are masked where they are sampled"))
             else:
                 line = describe_special(teacher.aligner, teacher.name).splitlines()[1:2]
                 out.append(Finding(name, "pass", line[0].strip() if line else "the same vocabulary"))

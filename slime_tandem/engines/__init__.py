@@ -1,1 +1,1 @@
-"""Engines: the wire records, a client, an embedded server, and how servers are started and stopped."""
+"""Processes that answer `protocol`, and the one client that asks them."""

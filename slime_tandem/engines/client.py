@@ -5,7 +5,7 @@ because draws depend on the sampling seed and the position only, where the engin
 `--enable-deterministic-inference`, docs/sglang.md). A repeat has a name of its own on the
 wire, and one that timed out is aborted first: SGLang refuses a name that is still at work. 4xx answers are raised at
 once. Every answer is checked before it is handed on: a missing, misplaced or non-finite log-prob is asked for again, then
-an error, never a guess.
+an error, never a guess. It does not know who writes next, nor what a response is: it asks one server what it is given to ask.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class EngineClient:
             await asyncio.sleep(0.1)
 
     async def model_info(self) -> dict[str, Any]:
-        """GET /model_info: model_path, tokenizer_path, weight_version and what else the server tells."""
+        """GET /model_info: model_path, tokenizer_path, weight_version and what else the server reports."""
         info = await self._call("GET", "/model_info")
         if not isinstance(info, dict):
             raise self._bad("/model_info", type(info).__name__, "an object")
@@ -277,12 +277,7 @@ class EngineClient:
                         return self._parse(path, raw) if parse else None
                     message = _server_message(raw)
                     if response.status < 500:
-                        raise EngineRejectedError(
-                            f"{self.role} engine {method} {url}",
-                            f"HTTP {response.status}",
-                            f"a request that the server accepts; it says: {message}",
-                            "correct the request" if response.status != 401 else "send the server's API key",
-                        )
+                        raise self._rejected(f"{method} {url}", response.status, message)
                     cause = f"HTTP {response.status}: {message}"
             except _RETRIED as error:
                 cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -291,18 +286,29 @@ class EngineClient:
                 if on_timeout is not None and isinstance(error, TimeoutError):
                     await on_timeout(attempt)
             if attempt >= self._max_retries:
-                raise EngineUnavailableError(
-                    f"{self.role} engine {method} {url}",
-                    cause,
-                    f"an answer within {self._timeout_s:g} s; gave up after {attempt + 1} tries",
-                    "check that the server runs (its log) and that the URL is right; raise engine.max_retries or "
-                    "engine.request_timeout_s if it is only slow",
-                )
+                raise self._unavailable(f"{method} {url}", cause, attempt + 1)
             self.retries += 1
             if not stale:
                 pause = min(_LONGEST_PAUSE_S, self._backoff_s * 2**attempt)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
         raise AssertionError("unreachable")
+
+    def _rejected(self, what: str, status: int, message: str) -> EngineRejectedError:
+        return EngineRejectedError(
+            f"{self.role} engine {what}",
+            f"HTTP {status}",
+            f"a request that the server accepts; it says: {message}",
+            "correct the request" if status != 401 else "send the server's API key",
+        )
+
+    def _unavailable(self, what: str, cause: str, tries: int) -> EngineUnavailableError:
+        return EngineUnavailableError(
+            f"{self.role} engine {what}",
+            cause,
+            f"an answer within {self._timeout_s:g} s; gave up after {tries} tries",
+            "check that the server runs (its log) and that the URL is right; raise engine.max_retries or "
+            "engine.request_timeout_s if it is only slow",
+        )
 
     def _parse(self, path: str, raw: bytes) -> Any:
         try:
@@ -331,45 +337,11 @@ class EngineClient:
             raise self._bad(f"{where} meta_info.id", rid, f"{wire_rid!r}, answers in the order of the requests")
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
-        log_probs: tuple[float, ...] = ()
-        authors: tuple[int, ...] = ()
-        senior_log_probs: tuple[float, ...] = ()
-        given_ids: tuple[int, ...] = ()
-        input_log_probs: tuple[float | None, ...] = ()
-        first = request.logprob_start_len
-        scored = request.return_logprob and first >= 0 and finish != "abort"
-        if request.handoff is not None and request.max_new_tokens == 0:
-            pass  # scores only: there is nothing that anybody wrote
-        elif request.handoff is not None:
-            authors, log_probs, senior_log_probs = self._tandem(request, meta, where, len(output_ids))
-        elif request.return_logprob:
-            # Of a request that only scores, SGLang 0.5.15 under load tells a log-prob of the token that it did not write.
-            entries = (meta.get("output_token_logprobs") or []) if request.max_new_tokens else []
-            if len(entries) != len(output_ids):
-                raise self._bad(
-                    f"{where} output_token_logprobs",
-                    f"{len(entries)} log-probs",
-                    f"one for each of the {len(output_ids)} output ids (SGLang 0.5.15 loses the first one of a request that "
-                    "was retracted, output_streamer.py:444)",
-                )
-            log_probs = tuple(self._finite(f"{where} output_token_logprobs[{i}]", e[0]) for i, e in enumerate(entries))
-            if [e[1] for e in entries] != output_ids:
-                raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
+        authors, log_probs, senior_log_probs = self._written(request, meta, where, output_ids)
         kept_ids = self._kept_ids(meta, where, output_ids) if request.truncated_logprobs else ()
-        if scored:
-            entries = meta.get("input_token_logprobs") or []
-            if len(entries) != prompt_tokens - first:
-                raise self._bad(
-                    f"{where} input_token_logprobs",
-                    f"{len(entries)} entries",
-                    f"{prompt_tokens - first}: positions {first} to {prompt_tokens - 1}",
-                )
-            given_ids = tuple(int(e[1]) for e in entries)
-            # SGLang reports nothing for the first position, whatever was computed for it.
-            input_log_probs = tuple(
-                None if i == 0 and e[0] is None else self._finite(f"{where} input_token_logprobs[{i}]", e[0])
-                for i, e in enumerate(entries)
-            )
+        input_log_probs, given_ids = (
+            self._scored(request, meta, where, prompt_tokens) if finish != "abort" else ((), ())
+        )
         return GenerateResult(
             rid=request.rid,
             output_ids=tuple(output_ids),
@@ -388,6 +360,51 @@ class EngineClient:
             kept_ids=kept_ids,
             **self._candidates(request, meta, where, len(output_ids), len(input_log_probs)),
         )
+
+    def _written(
+        self, request: GenerateRequest, meta: dict[str, Any], where: str, output_ids: list[int]
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+        """(authors, log-probs, the senior's log-probs) of the output ids; each is empty where it was not asked for."""
+        if request.handoff is not None:
+            # A request that only scores has nothing that anybody wrote.
+            return self._tandem(request, meta, where, len(output_ids)) if request.max_new_tokens else ((), (), ())
+        if not request.return_logprob:
+            return (), (), ()
+        # Of a request that only scores, SGLang 0.5.15 under load reports a log-prob of the token that it did not write.
+        entries = (meta.get("output_token_logprobs") or []) if request.max_new_tokens else []
+        if len(entries) != len(output_ids):
+            raise self._bad(
+                f"{where} output_token_logprobs",
+                f"{len(entries)} log-probs",
+                f"one for each of the {len(output_ids)} output ids (SGLang 0.5.15 loses the first one of a request that "
+                "was retracted, output_streamer.py:444)",
+            )
+        log_probs = tuple(self._finite(f"{where} output_token_logprobs[{i}]", e[0]) for i, e in enumerate(entries))
+        if [e[1] for e in entries] != output_ids:
+            raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
+        return (), log_probs, ()
+
+    def _scored(
+        self, request: GenerateRequest, meta: dict[str, Any], where: str, prompt_tokens: int
+    ) -> tuple[tuple[float | None, ...], tuple[int, ...]]:
+        """(log-probs, ids) of the input from `logprob_start_len` on; empty where they were not asked for."""
+        first = request.logprob_start_len
+        if not request.return_logprob or first < 0:
+            return (), ()
+        entries = meta.get("input_token_logprobs") or []
+        if len(entries) != prompt_tokens - first:
+            raise self._bad(
+                f"{where} input_token_logprobs",
+                f"{len(entries)} entries",
+                f"{prompt_tokens - first}: positions {first} to {prompt_tokens - 1}",
+            )
+        ids = tuple(int(e[1]) for e in entries)
+        # SGLang reports nothing for the first position, whatever was computed for it.
+        log_probs = tuple(
+            None if i == 0 and e[0] is None else self._finite(f"{where} input_token_logprobs[{i}]", e[0])
+            for i, e in enumerate(entries)
+        )
+        return log_probs, ids
 
     def _tandem(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
@@ -481,7 +498,7 @@ class EngineClient:
 
 
 def _rule_of(request: GenerateRequest) -> str:
-    """The suffix of the request's name that tells a fused engine who writes; "" for a plain request."""
+    """The suffix of the request's name that says to a fused engine who writes; "" for a plain request."""
     if request.handoff is None:
         return ""
     assert request.session_params is None, "the length of a session's input is the server's knowledge"

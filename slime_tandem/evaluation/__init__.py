@@ -1,1 +1,1 @@
-"""The paper's evaluation of a senior: solo accuracy, handoff robustness, drift from the junior, legibility to it."""
+"""Questions put to a senior at work: accuracy alone, handoff robustness, drift from the junior, legibility to it."""

@@ -1,6 +1,7 @@
 """The figures of an evaluation, from what was right and what was scored. Pure.
 
-Inputs are grouped by prompt: `chains` consecutive samples belong to one prompt. Names are those of the JSON output.
+Inputs are grouped by prompt: `chains` consecutive samples belong to one prompt. Names are those of the JSON output. It asks no
+model.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def solo_figures(samples: Sequence[TandemSample], correct: Sequence[bool], chain
 def handoff_figures(
     samples: Sequence[TandemSample], correct: Sequence[bool], solo_correct: Sequence[bool], chains: int
 ) -> list[Figure]:
-    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the pen changed hands."""
+    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the turn changed hands."""
     figures = _accuracy("handoff", correct, chains)
     for k in pass_ks(chains):
         both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)

@@ -2,7 +2,8 @@
 
 Four sets of requests: solo chains and handoff chains under the evaluation's own sampling, solo chains of the senior's full
 distribution at temperature 1 for the drift (a KL estimate from truncated samples is biased), and score requests. Solo and
-handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree.
+handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree. It trains nothing
+and asks no teacher.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from slime_tandem.errors import ConfigError, TokenizerMismatchError
 from slime_tandem.evaluation.figures import (
     TITLES,
     Figure,
+    Part,
     Result,
     drift_figures,
     handoff_figures,
@@ -37,6 +39,7 @@ from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray, Prompt, TandemSample
 
+_WITH_JUNIOR: tuple[Part, ...] = ("handoff", "drift", "legibility")
 _COMPARED = ("handoff/retention@", "handoff/difference@")
 NO_JUNIOR = "tandem.enabled is false, so no junior takes part"
 
@@ -70,7 +73,7 @@ class Evaluation:
 def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
     """Start the senior and the junior (no teacher), evaluate on the first `eval.prompts` held-out prompts, stop them.
 
-    `say` is told what goes on. Raises TandemError kinds.
+    `say` gets a line for each part as it begins. Raises TandemError kinds.
     """
     for i, task in enumerate(config.tasks):
         if task.environment is not None:
@@ -87,72 +90,34 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
         return evaluate_senior(team, tasks, prompts, say)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one part of the evaluation measured, what of it could not be, and what the reader must know."""
+
+    figures: Sequence[Figure] = ()
+    missing: Sequence[Result] = ()
+    notes: Sequence[str] = ()
+
+
 def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: Callable[[str], None]) -> Evaluation:
     """The four parts for the senior's current weights; every random number follows from the config's seed."""
     e = team.config.eval
-    sampling = SamplingConfig(
-        temperature=e.temperature,
-        top_p=e.top_p,
-        top_k=e.top_k,
-        truncation_replay="recompute",  # nothing is trained: what was kept is not asked for
-        max_new_tokens=team.config.sampling.max_new_tokens,
-        stop=team.config.sampling.stop,
-    )
-    figures: list[Figure] = []
-    missing: list[Result] = []
-    notes: list[str] = []
-
-    def write(rollout_id: int, n: int, how: SamplingConfig, rule: HandoffRule | None = None) -> list[TandemSample]:
-        written = with_revival(
-            team,
-            lambda: team.write(prompts, rollout_id, n, tandem=rule is not None, rule=rule, sampling=how),
-        )
-        return successful(written, "stop")
-
-    def judge(samples: Sequence[TandemSample]) -> list[bool]:
-        return [tasks.correct(s.prompt, s.text) for s in samples]
-
+    sampling = _sampling(team.config)
     say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
-    solo = write(rollout_ids.EVALUATION, e.chains, sampling)
-    solo_correct = judge(solo)
-    figures += solo_figures(solo, solo_correct, e.chains)
-
+    solo = _write(team, prompts, rollout_ids.EVALUATION, e.chains, sampling)
+    correct = _judge(tasks, solo)
+    parts = [_Part(solo_figures(solo, correct, e.chains))]
     if "junior" not in team.roster.roles:
-        missing += undefined("handoff", NO_JUNIOR) + undefined("drift", NO_JUNIOR) + undefined("legibility", NO_JUNIOR)
+        parts.append(_Part(missing=[r for part in _WITH_JUNIOR for r in undefined(part, NO_JUNIOR)]))
     else:
         say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
-        rule = evaluation_rule(team.config, team.roster.student.tokens)
-        handoff = write(rollout_ids.EVALUATION, e.chains, sampling, rule)
-        handed_over = handoff_figures(handoff, judge(handoff), solo_correct, e.chains)
-        if not any(s.switches for s in handoff):
-            notes.append(_no_handoff(rule))
-            # They would be a perfect 1 and 0, and mean nothing.
-            nothing = Estimate(None, None, None, "no handoff happened")
-            missing += [Result(f.name, f.label, f.unit, nothing) for f in handed_over if f.name.startswith(_COMPARED)]
-            handed_over = [f for f in handed_over if not f.name.startswith(_COMPARED)]
-        figures += handed_over
+        parts.append(_handoff(team, tasks, prompts, sampling, correct))
+        parts += _read_by_junior(team, prompts, sampling, solo, say)
 
-        try:
-            require_same_tokenizer(team.roster.student, team.roster.tokenizers["junior"])
-            difference = None
-        except TokenizerMismatchError as error:
-            difference = f"senior and junior have different tokenizers: {error}"
-        if difference is None:
-            full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
-            say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
-            drawn = write(rollout_ids.DRIFT, e.drift_samples, full)
-            own = [own_reading(s, team.roster.student.tokens) for s in drawn]
-            figures += drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples)
-            readings = [own_reading(s, team.roster.student.tokens) for s in solo]
-        else:
-            missing += undefined("drift", difference)
-            junior = team.roster.tokenizers["junior"]
-            readings = [foreign_reading(s, team.roster.student.tokens, junior.render, junior.encode) for s in solo]
-        say("legibility: the junior reads the solo chains")
-        figures += legibility_figures(readings, _scores(team, "junior", readings), e.chains)
-
+    figures = [f for part in parts for f in part.figures]
     estimates = bootstrap({f.name: f.ratio for f in figures}, resamples=e.resamples, seed=team.config.seed)
-    results = [Result(f.name, f.label, f.unit, estimates[f.name]) for f in figures] + missing
+    results = [Result(f.name, f.label, f.unit, estimates[f.name]) for f in figures]
+    results += [r for part in parts for r in part.missing]
     order = list(TITLES)
     return Evaluation(
         setup={
@@ -167,8 +132,78 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
             "bootstrap": {"unit": "prompt", "resamples": e.resamples, "level": LEVEL, "interval": "percentile"},
         },
         results=tuple(sorted(results, key=lambda r: order.index(r.part))),  # type: ignore[arg-type]
-        notes=tuple(notes),
+        notes=tuple(note for part in parts for note in part.notes),
     )
+
+
+def _handoff(
+    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], sampling: SamplingConfig, solo_correct: Sequence[bool]
+) -> _Part:
+    """Chains in turns with the junior, with the solo chains' draws."""
+    chains, rule = team.config.eval.chains, evaluation_rule(team.config, team.roster.student.tokens)
+    written = _write(team, prompts, rollout_ids.EVALUATION, chains, sampling, rule)
+    figures = handoff_figures(written, _judge(tasks, written), solo_correct, chains)
+    if any(s.switches for s in written):
+        return _Part(figures)
+    # They would be a perfect 1 and 0, and mean nothing.
+    nothing = Estimate(None, None, None, "no handoff happened")
+    missing = [Result(f.name, f.label, f.unit, nothing) for f in figures if f.name.startswith(_COMPARED)]
+    return _Part([f for f in figures if not f.name.startswith(_COMPARED)], missing, [_no_handoff(rule)])
+
+
+def _read_by_junior(
+    team: Team,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    solo: Sequence[TandemSample],
+    say: Callable[[str], None],
+) -> list[_Part]:
+    """Drift and legibility: what the junior thinks of text that the senior writes alone."""
+    e, tokens, junior = team.config.eval, team.roster.student.tokens, team.roster.tokenizers["junior"]
+    try:
+        require_same_tokenizer(team.roster.student, junior)
+    except TokenizerMismatchError as error:
+        drift = _Part(missing=undefined("drift", f"senior and junior have different tokenizers: {error}"))
+        readings = [foreign_reading(s, tokens, junior.render, junior.encode) for s in solo]
+    else:
+        full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
+        say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
+        own = [own_reading(s, tokens) for s in _write(team, prompts, rollout_ids.DRIFT, e.drift_samples, full)]
+        drift = _Part(drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples))
+        readings = [own_reading(s, tokens) for s in solo]
+    say("legibility: the junior reads the solo chains")
+    return [drift, _Part(legibility_figures(readings, _scores(team, "junior", readings), e.chains))]
+
+
+def _sampling(config: RunConfig) -> SamplingConfig:
+    e = config.eval
+    return SamplingConfig(
+        temperature=e.temperature,
+        top_p=e.top_p,
+        top_k=e.top_k,
+        truncation_replay="recompute",  # nothing is trained: what was kept is not asked for
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop=config.sampling.stop,
+    )
+
+
+def _write(
+    team: Team,
+    prompts: Sequence[Prompt],
+    rollout_id: int,
+    n: int,
+    sampling: SamplingConfig,
+    rule: HandoffRule | None = None,
+) -> list[TandemSample]:
+    """`n` responses per prompt, by the senior alone or in turns by `rule`. Raises EngineError if one could not be written."""
+    written = with_revival(
+        team, lambda: team.write(prompts, rollout_id, n, tandem=rule is not None, rule=rule, sampling=sampling)
+    )
+    return successful(written, "stop")
+
+
+def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
+    return [tasks.correct(s.prompt, s.text) for s in samples]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:

@@ -1,7 +1,7 @@
 """What a model thinks of a text: log-probs of given tokens, of its full distribution at temperature 1.
 
 Asked as a request that generates nothing (`max_new_tokens=0`), so they do not depend on how the text was sampled: output
-log-probs would be those at the sampling temperature.
+log-probs would be those at the sampling temperature. What the log-probs are worth is `figures.py`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.distill.panel import response_log_probs
+from slime_tandem.distill.teacher import response_log_probs
 from slime_tandem.protocol import Engine, GenerateRequest
 from slime_tandem.tokens.reading import readable_text
 from slime_tandem.tokens.token_bytes import TokenBytes

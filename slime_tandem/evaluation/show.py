@@ -1,4 +1,4 @@
-"""How an evaluation is shown: a table for the terminal, and a plot as one self-contained SVG."""
+"""How an evaluation is shown: a table for the terminal, and a plot as one self-contained SVG. It computes no figure."""
 
 from __future__ import annotations
 

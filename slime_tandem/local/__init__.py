@@ -1,1 +1,1 @@
-"""The local runtime: tasks, models, a Megatron-core trainer on one machine, the run loop."""
+"""The loop on one machine: the top of a run, known to the command line and the launcher alone."""

@@ -3,7 +3,8 @@
 A run folder holds the tandem run; its control (solo GRPO: no junior, no teacher, same start, prompts, draws and budget)
 goes into `control/`. The control is evaluated with the same junior and teacher, so that both are measured alike.
 Everything random is a function of (seed, step), so a run that was killed goes on from its last checkpoint as if nothing
-had happened.
+had happened. What a step computes is known elsewhere (`team.rollouts`, `training`): here is the order, and what survives a
+kill.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from types import FrameType
 from filelock import FileLock, Timeout
 
 from slime_tandem.config import RunConfig
-from slime_tandem.distill.panel import describe_special
+from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.files import read_text
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
+from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
@@ -34,15 +36,17 @@ from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import evaluate, rollout, rollout_metrics, with_revival
+from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
+from slime_tandem.training.metrics import rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
 
 _TRAIN_TRANSCRIPTS = 2
 _EVAL_TRANSCRIPTS = 12
+_KEPT_CHECKPOINTS = 2
 _LOCK = ".lock"
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
@@ -64,7 +68,7 @@ class Arm:
 
     def last_checkpoint(self) -> Path | None:
         """The newest whole checkpoint, or None."""
-        return max(self.checkpoints.glob("step-*"), default=None)
+        return newest_checkpoint(self.checkpoints)
 
 
 def control_config(config: RunConfig) -> RunConfig:
@@ -96,7 +100,9 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):
         _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
-        with disk_errors(run_dir):  # a full disk is told now: a server that cannot even write its log would not say why
+        with disk_errors(
+            run_dir
+        ):  # a full disk is refused now: a server that cannot even write its log would not say why
             probe = run_dir / _PROBE
             probe.write_bytes(bytes(_PROBE_BYTES))
             probe.unlink()
@@ -122,14 +128,14 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
                 if roster.teacher_specs:
                     for teacher in team.panel.teachers:
                         print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
-                    for prompt in tasks.listed_prompts:  # a name that no teacher has is told now, not when it is drawn
+                    for prompt in tasks.listed_prompts:  # a name that no teacher has is refused now, not when drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         except BaseException as error:
             # Of a run that was cut short, too, what there is can be looked at. If even that fails (a full disk), the reason
-            # for the stop is what must be told first.
+            # for the stop is what must be shown first.
             try:
                 _write_results(run_dir)
             except (TandemError, OSError) as second:
@@ -203,7 +209,24 @@ def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
 
 def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
     config = arm.config
-    start = team.roster.folders["senior"]
+    trainer, step = _trainer(arm, team, resume=resume)
+    resumed = resume and (arm.folder / "config.yaml").exists()
+    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+        writer.write_config(config)
+        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
+        if step >= config.train.steps and (config.train.steps, "after") in done:
+            return
+        _send(trainer.policy, arm, team, step)
+        if (0, "before") not in done:
+            _evaluate(writer, team, tasks, held_out, config, step, "before")
+        step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
+        if step:
+            _evaluate(writer, team, tasks, held_out, config, step, "after")
+
+
+def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
+    """(the trainer of an arm, steps done): from the start weights, or from its last checkpoint."""
+    config, start = arm.config, team.roster.folders["senior"]
     policy = MegatronPolicy.from_hf(
         start,
         config.optimizer,
@@ -214,56 +237,55 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     if config.objective.kl_coef > 0:
         reference = MegatronPolicy.from_hf(start, None, trust_remote_code=config.models.trust_remote_code)
     trainer = Trainer(config, policy, reference)
-
-    step = 0
     checkpoint = arm.last_checkpoint() if resume else None
-    if checkpoint is not None:
-        state = policy.load_checkpoint(checkpoint)
-        step = int(state["step"])
-        trainer.restore(state)
-    resumed = resume and (arm.folder / "config.yaml").exists()
-    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
-        writer.write_config(config)
-        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
-        if step >= config.train.steps and (config.train.steps, "after") in done:
-            return
-        _send(policy, arm, team, step)
-        if (0, "before") not in done:
-            _evaluate(writer, team, tasks, held_out, config, step, "before")
-        with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
-            saved, whole = step, True
-            try:
-                while step < config.train.steps:
-                    t0, retries = time.perf_counter(), team.servers.retries
-                    scored, seconds = _rollout(arm, team, tasks, step)
-                    # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
-                    # rows and checkpoint of different steps. It waits until the block is done.
-                    with _shielded():
-                        whole = False
-                        row = _learn(trainer, arm, team, tasks, step, scored, seconds)
-                        row["engine/retries"] = float(team.servers.retries - retries)
-                        row["time/step_s"] = time.perf_counter() - t0
-                        writer.write_step(step, row)
-                        rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                        writer.write_rewards(step, reward_histograms(*rewards))
-                        shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
-                        writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
-                        progress.update(row)
-                        step += 1
-                        if step % config.train.save_every == 0 or step == config.train.steps:
-                            _save(trainer, arm, step)
-                            saved = step
-                        whole = True
-                    if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                        _evaluate(writer, team, tasks, held_out, config, step, "during")
-            except KeyboardInterrupt:
-                # A second interrupt breaks the block itself: then only the last checkpoint is sound.
-                if whole and saved != step:
-                    with _shielded():
+    if checkpoint is None:
+        return trainer, 0
+    state = policy.load_checkpoint(checkpoint)
+    trainer.restore(state)
+    return trainer, int(state["step"])
+
+
+def _take_steps(
+    arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], trainer: Trainer, writer: RunWriter, step: int
+) -> int:
+    """From `step` to the last one, with the evaluations between; returns the steps done.
+
+    A KeyboardInterrupt leaves a checkpoint of the last whole step.
+    """
+    config = arm.config
+    with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
+        saved, whole = step, True
+        try:
+            while step < config.train.steps:
+                t0, retries = time.perf_counter(), team.servers.retries
+                scored, seconds = _rollout(arm, team, tasks, step)
+                # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
+                # rows and checkpoint of different steps. It waits until the block is done.
+                with _shielded():
+                    whole = False
+                    row = _learn(trainer, arm, team, tasks, step, scored, seconds)
+                    row["engine/retries"] = float(team.servers.retries - retries)
+                    row["time/step_s"] = time.perf_counter() - t0
+                    writer.write_step(step, row)
+                    rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
+                    writer.write_rewards(step, reward_histograms(*rewards))
+                    shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
+                    writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
+                    progress.update(row)
+                    step += 1
+                    if step % config.train.save_every == 0 or step == config.train.steps:
                         _save(trainer, arm, step)
-                raise
-        if step:
-            _evaluate(writer, team, tasks, held_out, config, step, "after")
+                        saved = step
+                    whole = True
+                if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                    _evaluate(writer, team, tasks, held_out, config, step, "during")
+        except KeyboardInterrupt:
+            # A second interrupt breaks the block itself: then only the last checkpoint is sound.
+            if whole and saved != step:
+                with _shielded():
+                    _save(trainer, arm, step)
+            raise
+    return step
 
 
 def _rollout(arm: Arm, team: Team, tasks: TaskSet, step: int) -> tuple[list[ScoredSample], dict[str, float]]:
@@ -311,10 +333,8 @@ def _send(policy: MegatronPolicy, arm: Arm, team: Team, step: int) -> None:
 def _save(trainer: Trainer, arm: Arm, step: int) -> None:
     with disk_errors(arm.checkpoints):
         arm.checkpoints.mkdir(parents=True, exist_ok=True)
-    newest = arm.checkpoints / f"step-{step:06d}"
-    trainer.policy.save_checkpoint(newest, {"step": step, "kl_coef": trainer.kl_coef})
-    for old in sorted(arm.checkpoints.glob("step-*"))[:-2]:
-        shutil.rmtree(old)
+    trainer.policy.save_checkpoint(step_folder(arm.checkpoints, step), {"step": step, "kl_coef": trainer.kl_coef})
+    drop_older(arm.checkpoints, keep=_KEPT_CHECKPOINTS)
 
 
 def _evaluate(

@@ -6,7 +6,7 @@ A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `te
 `tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
 
 The suite's folder holds `method_mapping.csv` and one run folder per method and seed; `slime-tandem report SUITE` compares them.
-`run_suite` runs it on this machine, `slime_launch.suite` under slime.
+`run_suite` runs it on this machine, `slime_launch.suite` under slime. It knows nothing of what is in a run.
 """
 
 from __future__ import annotations

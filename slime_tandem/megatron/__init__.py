@@ -1,1 +1,1 @@
-"""The only rooms, beside slime_hooks, that import Megatron-core: a policy, its weights, its checkpoints."""
+"""A policy, its weights, its checkpoints: the only room, beside slime_hooks, that imports Megatron-core."""

@@ -1,6 +1,7 @@
 """What decides the function that a dense llama, qwen2 or qwen3 checkpoint computes, apart from its weights.
 
-Whatever a config asks for that the Megatron model would not do is refused with the field's name. No torch is imported here.
+Whatever a config asks for that the Megatron model would not do is refused with the field's name. No torch is imported here. It
+reads no weights and builds no model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ from slime_tandem.errors import ModelError
 _QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
 _QK_NORM = {"llama": False, "qwen2": False, "qwen3": True}
 _CAUSAL_LM = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+}
+"""Fields of a config with the values that mean "off"; the first is what an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +65,31 @@ class Architecture:
 
 def architecture_of(hf_config: Any) -> Architecture:
     """Read and check a transformers config; raises ModelError naming the first field that is not supported."""
-    kind = hf_config.model_type
+    _require_family(hf_config)
+    _require_switched_off(hf_config)
+    rope = _rope(hf_config)
+    heads, kv_heads, head_dim = _heads(hf_config)
+    return Architecture(
+        model_type=hf_config.model_type,
+        num_layers=int(hf_config.num_hidden_layers),
+        hidden_size=int(hf_config.hidden_size),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=int(hf_config.intermediate_size),
+        vocab_size=int(hf_config.vocab_size),
+        norm_eps=float(hf_config.rms_norm_eps),
+        max_positions=int(hf_config.max_position_embeddings),
+        tied=bool(hf_config.tie_word_embeddings),
+        rope=tuple(sorted(rope.items())),
+    )
+
+
+def _require_family(hf_config: Any) -> None:
+    kind, classes = hf_config.model_type, hf_config.architectures
     require(
         kind in _CAUSAL_LM, "model_type", kind, f"one of {', '.join(_CAUSAL_LM)}", "use a dense model of these families"
     )
-    classes = hf_config.architectures
     require(
         classes in (None, [_CAUSAL_LM[kind]]),
         "architectures",
@@ -65,17 +97,11 @@ def architecture_of(hf_config: Any) -> Architecture:
         f"[{_CAUSAL_LM[kind]!r}]",
         "use a causal language model",
     )
-    # What these three families can switch on and Megatron's local layers do not do, with the value that means "off".
-    off: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu",),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "attention_dropout": (0, None),
-        "use_sliding_window": (False, None),
-        "pretraining_tp": (1, None),
-        "quantization_config": (None,),
-    }
-    for field, allowed in off.items():
+
+
+def _require_switched_off(hf_config: Any) -> None:
+    """Refuse what these three families can switch on and Megatron's local layers do not do."""
+    for field, allowed in _OFF.items():
         value = getattr(hf_config, field, None)
         require(value in allowed, field, value, repr(allowed[0]), "use a checkpoint without it")
     layer_types = getattr(hf_config, "layer_types", None)
@@ -86,6 +112,10 @@ def architecture_of(hf_config: Any) -> Architecture:
         "full_attention in every layer",
         "use a checkpoint without sliding windows",
     )
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    """Its rotary position embedding: the plain one or Llama 3's, over whole heads."""
     rope = dict(hf_config.rope_parameters)
     rope_type = rope.get("rope_type", "default")
     require(
@@ -103,7 +133,11 @@ def architecture_of(hf_config: Any) -> Architecture:
         "1.0",
         "use a checkpoint that rotates whole heads",
     )
+    return rope
 
+
+def _heads(hf_config: Any) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head size), which fit each other."""
     heads = int(hf_config.num_attention_heads)
     kv_heads = int(hf_config.num_key_value_heads)
     head_dim = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
@@ -115,20 +149,7 @@ def architecture_of(hf_config: Any) -> Architecture:
         "mend config.json",
     )
     require(head_dim % 2 == 0, "head_dim", head_dim, "an even number, rotary angles come in pairs", "mend config.json")
-    return Architecture(
-        model_type=kind,
-        num_layers=int(hf_config.num_hidden_layers),
-        hidden_size=int(hf_config.hidden_size),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=int(hf_config.intermediate_size),
-        vocab_size=int(hf_config.vocab_size),
-        norm_eps=float(hf_config.rms_norm_eps),
-        max_positions=int(hf_config.max_position_embeddings),
-        tied=bool(hf_config.tie_word_embeddings),
-        rope=tuple(sorted(rope.items())),
-    )
+    return heads, kv_heads, head_dim
 
 
 def require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:

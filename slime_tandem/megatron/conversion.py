@@ -31,15 +31,9 @@ from safetensors.torch import save_file
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.files import whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
+from slime_tandem.megatron.checkpoint import file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
-from slime_tandem.megatron.policy import (
-    COMPANIONS,
-    MegatronPolicy,
-    described_parameters,
-    file_sha256,
-    fsync,
-    load_sharded,
-)
+from slime_tandem.megatron.policy import COMPANIONS, MegatronPolicy, described_parameters
 from slime_tandem.megatron.torch_dist import (
     TRACKER,
     Piece,
@@ -88,7 +82,7 @@ def require_one_checkpoint(source: Path) -> None:
 
 
 def convert(job: Job, say: Say = print) -> tuple[Path, Path]:
-    """Convert in the direction that the source tells; returns the (Hugging Face, torch_dist) folders.
+    """Convert in the direction that the source asks for; returns the (Hugging Face, torch_dist) folders.
 
     Raises ConfigError for an output that exists, ModelError and CheckpointError for what cannot be converted.
     """
@@ -209,29 +203,8 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
     assert job.like is not None
     arch = _architecture(job.like)
     reader = TorchDistReader(inner)
-    megatron, recipes, shapes = megatron_recipes(arch), hf_recipes(arch), hf_shapes(arch)
-    unknown = [k for k in reader.keys if k not in reader.used_keys(megatron)]
-    optimizer = [key for key in unknown if key.startswith(("optimizer.", "chained_"))]
-    if len(optimizer) < len(unknown):
-        left = sorted(set(unknown) - set(optimizer))
-        raise CheckpointError(
-            f"checkpoint {inner}",
-            f"{len(left)} tensors: {', '.join(left[:3])}",
-            f"only weights of {job.like}",
-            "check --like",
-        )
-    if unknown or reader.others:
-        say(f"left out: {len(unknown)} tensors of the optimizer, {len(reader.others)} pickled objects (states)")
-    layers = reader.layers("decoder.layers.0.mlp.linear_fc2.weight")
-    if layers not in (None, arch.num_layers):
-        raise CheckpointError(
-            f"checkpoint {inner}", f"{layers} layers", f"{arch.num_layers}, as in {job.like}", "check --like"
-        )
-    padding = {name: reader.shape(name)[0] - arch.vocab_size for name in _EMBEDDINGS if name in megatron}
-    if any(extra < 0 for extra in padding.values()):
-        raise CheckpointError(f"checkpoint {inner}", padding, f"{arch.vocab_size} rows of vocabulary", "check --like")
-    if any(padding.values()):
-        say(f"left out: {max(padding.values())} rows behind the vocabulary (Megatron's padding)")
+    recipes, shapes = hf_recipes(arch), hf_shapes(arch)
+    padded = _require_weights_of(arch, reader, job.like, say)
 
     cached: dict[str, torch.Tensor] = {}
 
@@ -239,7 +212,7 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
         if name not in cached:  # q, k, v and gate, up come from one parameter: read once, one held
             cached.clear()
             tensor = reader.read(name)
-            cached[name] = tensor[: arch.vocab_size] if name in padding else tensor
+            cached[name] = tensor[: arch.vocab_size] if name in padded else tensor
         return cached[name]
 
     def make(name: str) -> torch.Tensor:
@@ -264,14 +237,41 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
             weight_map = {name: file for file, group in zip(names, groups, strict=True) for name in group}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             _write_json(work.folder / "model.safetensors.index.json", index)
-        config = read_model_config(job.like)
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtypes["model.embed_tokens.weight"]).removeprefix("torch.")
-        _write_json(work.folder / "config.json", config)
-        for name in COMPANIONS:
-            if (job.like / name).is_file():
-                shutil.copyfile(job.like / name, work.folder / name)
+        _write_companions(work.folder, job.like, dtypes["model.embed_tokens.weight"])
     return job.output
+
+
+def _require_weights_of(arch: Architecture, reader: TorchDistReader, like: Path, say: Say) -> frozenset[str]:
+    """Refuse a checkpoint of another architecture than `like`'s; returns the parameters that may have rows behind its ids."""
+    megatron, field = megatron_recipes(arch), f"checkpoint {reader.folder}"
+    unknown = [k for k in reader.keys if k not in reader.used_keys(megatron)]
+    optimizer = [key for key in unknown if key.startswith(("optimizer.", "chained_"))]
+    if len(optimizer) < len(unknown):
+        left = sorted(set(unknown) - set(optimizer))
+        found = f"{len(left)} tensors: {', '.join(left[:3])}"
+        raise CheckpointError(field, found, f"only weights of {like}", "check --like")
+    if unknown or reader.others:
+        say(f"left out: {len(unknown)} tensors of the optimizer, {len(reader.others)} pickled objects (states)")
+    layers = reader.layers("decoder.layers.0.mlp.linear_fc2.weight")
+    if layers not in (None, arch.num_layers):
+        raise CheckpointError(field, f"{layers} layers", f"{arch.num_layers}, as in {like}", "check --like")
+    padding = {name: reader.shape(name)[0] - arch.vocab_size for name in _EMBEDDINGS if name in megatron}
+    if any(extra < 0 for extra in padding.values()):
+        raise CheckpointError(field, padding, f"{arch.vocab_size} rows of vocabulary", "check --like")
+    if any(padding.values()):
+        say(f"left out: {max(padding.values())} rows behind the vocabulary (Megatron's padding)")
+    return frozenset(padding)
+
+
+def _write_companions(folder: Path, like: Path, dtype: torch.dtype) -> None:
+    """`like`'s config, with the dtype of the weights, and its tokenizer's files."""
+    config = read_model_config(like)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", config)
+    for name in COMPANIONS:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, folder / name)
 
 
 def _common(arch: Architecture) -> dict[str, Any]:
@@ -422,19 +422,19 @@ class _Work:
             _write_json(file, self._record)
 
     def done(self, file: str) -> list[dict[str, Any]] | None:
-        """What was told of a file that is finished and undamaged; None for any other."""
+        """What was noted of a file that is finished and undamaged; None for any other."""
         entry = self._record["done"].get(file)
         path = self.folder / file
         if entry is None or not path.is_file() or file_sha256(path) != entry["sha256"]:
             return None
         self._say(f"{file}: there already")
-        told: list[dict[str, Any]] = entry["told"]
-        return told
+        notes: list[dict[str, Any]] = entry["told"]
+        return notes
 
-    def finished(self, file: str, told: list[dict[str, Any]]) -> None:
+    def finished(self, file: str, notes: list[dict[str, Any]]) -> None:
         """Record a file as finished."""
         fsync(self.folder / file)
-        self._record["done"][file] = {"sha256": file_sha256(self.folder / file), "told": told}
+        self._record["done"][file] = {"sha256": file_sha256(self.folder / file), "told": notes}
         self._save()
         self._say(f"{file}: {(self.folder / file).stat().st_size / 2**20:,.1f} MiB")
 
@@ -446,9 +446,9 @@ class _Work:
                 raise CheckpointError.of_os_error(self.folder, error) from error
             elif isinstance(error, SafetensorError) or "inline_container" in str(error):
                 # What safetensors and torch's writer make of a full disk.
-                told = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
                 raise CheckpointError(
-                    str(self.folder), told, "a disk that takes the files", "free space; the same command goes on"
+                    str(self.folder), reason, "a disk that takes the files", "free space; the same command goes on"
                 ) from error
             elif self._record["done"]:
                 error.add_note(f"what is done is kept in {self.folder}: the same command goes on from there")

@@ -2,7 +2,8 @@
 
 Other modules take Megatron's names from here, never from `megatron` itself, so that the import-time warnings are filtered
 in one place. Nothing of torch or Megatron is patched: each thing that stands in the way of megatron-core 0.16.1 without
-CUDA is gone round by an own small class that is used only there. Upstream paths below are under `megatron/core`.
+CUDA is gone round by an own small class that is used only there. Upstream paths below are under `megatron/core`. It knows no
+weights and no checkpoint of ours.
 """
 
 from __future__ import annotations

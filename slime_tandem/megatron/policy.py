@@ -1,59 +1,35 @@
 """The trainable (or frozen) policy: a Megatron GPTModel with AdamW, response-only logits, HF export and checkpoints.
 
 Weights, gradients and optimizer state are float32, so the parameters are their own master weights. One process, one device.
-
-A checkpoint is a folder in Megatron's `torch_dist` format plus `state.json`, written last:
-  metadata.json, common.pt, .metadata, __0_0.distcp   Megatron's: weights, AdamW moments (`optimizer.state.*`), their index
-  state.json                                          ours: step count, architecture, the caller's `extra`, a SHA-256 per file
-It is made beside its place under a hidden name and renamed, so a folder under its real name is whole.
-
-Pickles: `common.pt` (empty) and the tensors are read by torch with `weights_only=True`; `.metadata` is a plain pickle which
-Megatron hands to `pickle.load`. It is read here first by an unpickler that knows only the classes such an index is made of,
-and a file that names anything else is refused unread. The digests tell damage, not malice.
+What a checkpoint's folder holds and how it is read safely is `checkpoint.py`'s; when one is written is the run's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
 import json
-import os
-import pickle
 import shutil
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_tandem.config import OptimizerConfig
-from slime_tandem.errors import CheckpointError, DataError, TandemError
+from slime_tandem.errors import DataError, TandemError
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
+from slime_tandem.megatron.checkpoint import read_state, read_tensors, replacing, unusable, write_checkpoint
 from slime_tandem.megatron.core import (
-    CheckpointingException,
     GPTModel,
     ShardedObject,
-    SynchronousTorchDistSave,
     device,
-    dist_checkpointing,
     ensure_initialized,
     make_sharded_optimizer_tensor,
 )
-from slime_tandem.megatron.torch_dist import IndexUnpickler
 from slime_tandem.megatron.weights import StateDict, build_model, load_hf_folder, load_weights, megatron_to_hf
 
-_STATE, _FORMAT = "state.json", "slime_tandem checkpoint 1"
-_MEGATRON_FILES = frozenset({"metadata.json", "common.pt", ".metadata"})
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_IO_ERRORS = (OSError, RuntimeError, pickle.UnpicklingError)  # RuntimeError: torch's zip files
 # What a Hugging Face folder needs beside weights and config; the rest (README, other formats' weights) is not copied.
 COMPANIONS = (
     "generation_config.json",
@@ -209,7 +185,7 @@ class MegatronPolicy:
         Replaces `folder` as a whole: readers never see a half-written one. Raises CheckpointError if it cannot be written,
         leaving an older folder there as it was.
         """
-        with _replacing(Path(folder)) as partial:
+        with replacing(Path(folder)) as partial:
             config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
             # transformers loads in the dtype written here; the source's may be narrower than these weights.
             config.pop("torch_dtype", None)
@@ -226,18 +202,13 @@ class MegatronPolicy:
 
         Raises CheckpointError, leaving an older checkpoint there as it was, if it cannot be written.
         """
-        state: dict[str, Any] = {
-            "format": _FORMAT,
+        facts = {
             "step": self.steps,
             "trainable": self.optimizer is not None,
             "architecture": self.architecture.as_json(),
             "extra": dict(extra),
         }
-        json.dumps(state)
-        with _replacing(Path(folder)) as partial:
-            dist_checkpointing.save(self._sharded_state(copied=False), str(partial), SynchronousTorchDistSave())
-            state["files"] = {path.name: file_sha256(path) for path in sorted(partial.iterdir())}
-            (partial / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        write_checkpoint(Path(folder), self._sharded_state(copied=False), facts)
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Take over weights, optimizer state and step count, and return `extra`; training then goes on bit for bit.
@@ -246,19 +217,14 @@ class MegatronPolicy:
         of another architecture, or lacks the optimizer state; the policy is then as it was.
         """
         path = Path(folder)
-        state = _read_state(path)
+        state = read_state(path)
         ours, theirs = self.architecture.as_json(), state["architecture"]
         for field in ours:
             if theirs.get(field) != ours[field]:
-                raise _bad(path, f"{field}={theirs.get(field)!r}", f"{field}={ours[field]!r}, as in this model")
+                raise unusable(path, f"{field}={theirs.get(field)!r}", f"{field}={ours[field]!r}, as in this model")
         if self.optimizer is not None and not state["trainable"]:
-            raise _bad(path, "no optimizer state in it", "the checkpoint of a trainable policy")
-        wanted = self._sharded_state(copied=True)
-        _check_index(path, set(state["files"]))
-        try:
-            loaded = load_sharded(wanted, path)
-        except (TorchCheckpointException, CheckpointingException, *_IO_ERRORS) as error:
-            raise _bad(path, _reason(error), "the tensors of this model") from error
+            raise unusable(path, "no optimizer state in it", "the checkpoint of a trainable policy")
+        loaded = read_tensors(path, self._sharded_state(copied=True), set(state["files"]))
         self._take(loaded, int(state["step"]))
         extra: dict[str, Any] = state["extra"]
         return extra
@@ -307,17 +273,6 @@ def described_parameters(model: GPTModel) -> dict[str, Any]:
     return {n: sharded for n, sharded in model.sharded_state_dict().items() if not isinstance(sharded, ShardedObject)}
 
 
-def load_sharded(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Megatron's `dist_checkpointing.load`, without the warnings of its own making. Raises what it raises."""
-    with warnings.catch_warnings():
-        # Megatron still calls torch.distributed.checkpoint.load_state_dict (dist_checkpointing/strategies/torch.py:799).
-        warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-        # torch's planner touches its own deprecated ShardedTensor, in which Megatron stacks the layers of a weight.
-        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    return loaded
-
-
 def _adamw(model: GPTModel, settings: OptimizerConfig) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
@@ -335,124 +290,3 @@ def _adamw(model: GPTModel, settings: OptimizerConfig) -> torch.optim.AdamW:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
     return optimizer
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place, fsynced, when the block ends; on an error it is removed."""
-    partial: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name}.partial-"
-        for path in target.parent.iterdir():
-            if path.name.startswith(prefix):  # left over by a killed process
-                shutil.rmtree(path)
-        partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-        partial.chmod(0o755)
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            fsync(path)
-        if target.exists():
-            old = partial.with_name(f"{partial.name}-old")
-            target.rename(old)
-            try:
-                partial.rename(target)
-            except OSError:
-                old.rename(target)
-                raise
-            shutil.rmtree(old)
-        else:
-            partial.rename(target)
-        fsync(target.parent)
-    except (TorchCheckpointException, SafetensorError, *_IO_ERRORS) as error:
-        raise _unwritable(target, error) from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _unwritable(target: Path, error: BaseException) -> CheckpointError:
-    for link in _chain(error):
-        if os.strerror(errno.ENOSPC) in str(link):
-            remedy = "free some space, then run again to resume"
-            return CheckpointError(str(target), _reason(link), "room on the disk", remedy)
-    return CheckpointError(str(target), _reason(error), "a folder that can be written", "check its parent folder")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it: torch's zip writer hides a full disk behind an error of its own."""
-    while error is not None:
-        yield error
-        if isinstance(error, TorchCheckpointException):
-            error = next(iter(error.failures.values()))[0]
-        else:
-            error = error.__cause__ or error.__context__
-
-
-def fsync(path: Path) -> None:
-    """Make a file or folder, and what it holds, survive a power cut. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TorchCheckpointException):  # it wraps one (exception, stack) per rank; here there is one rank
-        error = next(iter(error.failures.values()))[0]
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _bad(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path}",
-        found,
-        expected,
-        "delete this folder to resume from an older checkpoint, or choose another",
-    )
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint whose files are all there and undamaged."""
-    if not path.is_dir():
-        raise _bad(path, "no such folder", "a checkpoint folder")
-    try:
-        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        found_format, files = state["format"], state["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _bad(
-            path, f"unreadable {_STATE} ({_reason(error)})", "a whole checkpoint written by slime_tandem"
-        ) from error
-    if found_format != _FORMAT or not files.keys() >= _MEGATRON_FILES:
-        raise _bad(path, f"format {found_format!r}", f"format {_FORMAT!r}")
-    for name, digest in files.items():
-        if Path(name).name != name or not (path / name).is_file():
-            raise _bad(path, f"no file {name}", "every file that was written")
-        if file_sha256(path / name) != digest:
-            raise _bad(path, f"damaged file {name}", "files as they were written")
-    return state
-
-
-def _check_index(path: Path, files: set[str]) -> None:
-    """Refuse a `.metadata` that is more than an index of tensors in this folder's files."""
-    try:
-        with (path / ".metadata").open("rb") as file:
-            index = IndexUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise _bad(path, f"unsafe or damaged .metadata ({_reason(error)})", "an index of tensors") from error
-    if not isinstance(index, Metadata):
-        raise _bad(path, f"a {type(index).__name__} in .metadata", "an index of tensors")
-    for key, entry in index.state_dict_metadata.items():
-        # Entries of other kinds are unpickled without restraint by torch (distributed/checkpoint/default_planner.py:387).
-        if not isinstance(entry, TensorStorageMetadata):
-            raise _bad(path, f"{type(entry).__name__} for {key} in .metadata", "tensors only")
-    for info in index.storage_data.values():
-        if info.relative_path not in files:
-            raise _bad(path, f".metadata points to {info.relative_path}", "files of this folder")

@@ -7,7 +7,7 @@ and learns longer, but imitates many slips. The teacher meets slips too, and imi
 
 Models are kept under `cache_dir/<key>`, where the key is a hash of the whole recipe; `recipe.json` beside them holds what
 was measured. Three worker processes of one thread each do the work. The same recipe on the same machine and library
-versions gives the same weights.
+versions gives the same weights. Runs know them as folders like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Loads models and tokenizers from local Hugging Face folders: safetensors only, no download, no remote code unless asked."""
+"""Loads models and tokenizers from local Hugging Face folders: safetensors only, no download, no remote code unless asked.
+
+It builds no Megatron model and starts no server.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def quiet_transformers() -> None:
 
 
 def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
-    """Raise ModelError where a server tells another vocabulary size than the model folder: its log-probs would be noise."""
+    """Raise ModelError where a server reports another vocabulary size than the model folder: its log-probs would be noise."""
     served, own = info.get("vocab_size"), None
     if (folder / "config.json").exists():
         own = read_model_config(folder).get("vocab_size")

@@ -1,4 +1,7 @@
-"""What the run needs of a model folder's tokenizer: render a chat, encode, decode, and the bytes of every id."""
+"""What the run needs of a model folder's tokenizer: render a chat, encode, decode, and the bytes of every id.
+
+How tokens of two vocabularies correspond is `distill`'s.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class ModelTokenizer:
         if not hf.chat_template:
             raise ModelError("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
         tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf)), hf)
-        tokenizer.render([Message("user", "probe")])  # a broken template is told now, not in the middle of a run
+        tokenizer.render([Message("user", "probe")])  # a broken template is refused now, not in the middle of a run
         return tokenizer
 
     def render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:

@@ -4,7 +4,8 @@
 carry their leading space, so a handoff at a word start falls just before a column's digits, just before its sum, and after
 the mark that closes a step.
 
-Worksheets also hold slips, a wrong digit or sum; what follows builds on it, as in human work.
+Worksheets also hold slips, a wrong digit or sum; what follows builds on it, as in human work. It knows no tokenizer and no
+model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The objective as pure functions over packed tokens: advantages, KL, loss."""
+"""Numbers to loss: advantages, log-probs, KL, divergences. Pure torch."""

@@ -2,7 +2,8 @@
 
 GRPO (arXiv 2402.03300): several responses per prompt, the advantage of one is its reward compared with its own group, never
 with the batch. Groups are given by explicit ids, in any order. Baselines: the group's mean; the mean of the others
-(leave-one-out, arXiv 2402.14740), which is the same times n / (n - 1); the median, which one outlier does not move.
+(leave-one-out, arXiv 2402.14740), which is the same times n / (n - 1); the median, which one outlier does not move. It knows no
+tokens: one number per response in, one out.
 """
 
 from __future__ import annotations

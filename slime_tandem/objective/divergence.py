@@ -1,10 +1,10 @@
 """Divergences between student and teacher over candidate tokens. Pure torch.
 
-A full distribution has a hundred thousand entries, a teacher tells a few. Both sides are therefore compared on the same coarse
-partition: each candidate, and all the rest as one event. What comes out is a divergence between two proper distributions: zero
-where they agree, never negative, never more than that of the full ones (data-processing inequality), and without an invented
-probability for tokens that one list lacks. It must be a loss term: put in as an advantage, a top-k reverse KL has no expected
-gradient (miles #2362).
+A full distribution has a hundred thousand entries, a teacher reports a few. Both sides are therefore compared on the same
+coarse partition: each candidate, and all the rest as one event. What comes out is a divergence between two proper
+distributions: zero where they agree, never negative, never more than that of the full ones (data-processing inequality),
+and without an invented probability for tokens that one list lacks. It must be a loss term: put in as an advantage, a top-k
+reverse KL has no expected gradient (miles #2362). Which tokens are candidates, and which positions count, is the caller's.
 """
 
 from __future__ import annotations

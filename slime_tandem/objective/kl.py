@@ -1,7 +1,8 @@
 """The KL to a frozen reference: estimators on sampled tokens, and the coefficient that follows a target. Pure torch.
 
 With r = log pi - log pi_ref at tokens sampled from pi (J. Schulman, "Approximating KL Divergence", 2020):
-k1 = r (unbiased), k2 = r^2 / 2 (biased, low variance), k3 = exp(-r) - 1 + r (unbiased, never negative).
+k1 = r (unbiased), k2 = r^2 / 2 (biased, low variance), k3 = exp(-r) - 1 + r (unbiased, never negative). Where the reference's
+log-probs come from, and which tokens count, is the caller's.
 """
 
 from __future__ import annotations

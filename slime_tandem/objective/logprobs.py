@@ -1,10 +1,9 @@
 """Log-probs of sampled tokens from logits, with the sampler's truncation replayed. Pure torch; Triton kernels on the GPU.
 
-No [T, V] tensor in float32 is ever held: logits are widened a few tokens at a time, in the forward pass and again in
-the backward,
-which keeps three numbers per token. The vocabulary may be sharded over the ranks of a process group (tensor
-parallelism); each token
-stands alone, so sequences may be cut anywhere (context parallelism).
+No [T, V] tensor in float32 is ever held: logits are widened a few tokens at a time, in the forward pass and again in the
+backward, which keeps three numbers per token. The vocabulary may be sharded over the ranks of a process group (tensor
+parallelism); each token stands alone, so sequences may be cut anywhere (context parallelism). It knows no model, and not what
+the log-probs are for.
 """
 
 from __future__ import annotations

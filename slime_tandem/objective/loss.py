@@ -1,6 +1,6 @@
 """The loss as one pure function over packed tokens. Pure torch.
 
-Four terms, each with its own weights and denominator, so that no term's size depends on another's mask:
+Four terms, each with its own weights, values and denominator, so that no term's size depends on another's mask:
   pg      surrogate of the task-reward advantage, weight 1 on senior tokens and `junior_token_loss_weight` on junior tokens:
           clipped (PPO, arXiv 1707.06347; asymmetric clip of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729) or CISPO
           (arXiv 2506.13585), with the ratio of the token or of the whole response (GSPO, arXiv 2507.18071)
@@ -9,7 +9,7 @@ Four terms, each with its own weights and denominator, so that no term's size de
   kl      KL to the start weights, weighted and reduced like pg
   junior  KL from the junior to the senior on the tokens that the junior wrote (lambda_jun)
 The denominators are sums over the whole mini-batch and are passed in: micro-batches add up exactly. Formulas, choices and
-sources: docs/objective.md.
+sources: docs/objective.md. It knows no model, no optimizer and no text: numbers per token in, one number out.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class PackedTokens:
     junior_log_probs: Tensor | None = None
     sequences: Tensor | None = None
     reduced: Tensor | None = None
+
+    @property
+    def engine_log_probs(self) -> Tensor:
+        """What the engine reported of the sampled tokens [T], nats."""
+        return self.old_log_probs if self.rollout_log_probs is None else self.rollout_log_probs
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,109 @@ def token_kl(log_probs: Tensor, batch: PackedTokens, objective: ObjectiveConfig)
     return kl_estimate(torch.where(used, log_probs, ref), ref, objective.kl_estimator)
 
 
+@dataclass(frozen=True)
+class Term:
+    """A term of the loss: coef * sum(`weights` * `values`) / `denominator`; `weights` and `values` are [T].
+
+    >>> Term(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([3.0, 9.0, 1.0]), 2.0).total(0.5).item()
+    1.0
+    """
+
+    weights: Tensor
+    values: Tensor
+    denominator: float
+
+    def total(self, coef: float = 1.0) -> Tensor:
+        """What it adds to the loss of the mini-batch, a scalar."""
+        return coef * (self.weights * self.values).sum() / self.denominator
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Importance ratios of a micro-batch; every tensor is [T].
+
+    `log_token`: log(pi / old policy) of each token, 0 where neither the policy gradient nor the distillation counts; `token`:
+    its exp; `pg`: the ratio of the task reward, the token's or its response's (`objective.ratio`). `raw`: old policy / engine,
+    1 without `objective.rollout_weights`; `rollout`: what these make of it.
+    """
+
+    log_token: Tensor
+    token: Tensor
+    pg: Tensor
+    raw: Tensor
+    rollout: Tensor
+
+
+def pg_term(
+    log_probs: Tensor,
+    batch: PackedTokens,
+    ratios: Ratios,
+    reduced: Tensor,
+    reduced_n: float,
+    objective: ObjectiveConfig,
+) -> Term:
+    """The surrogate of the task-reward advantage; `reduced` [T] and `reduced_n` as `objective.reduction` weighs and divides."""
+    learns = batch.weights > 0
+    advantages = torch.where(learns, batch.advantages, 0.0)
+    if objective.surrogate == "clip":
+        values = clipped_surrogate(ratios.pg, advantages, objective.clip_low, objective.clip_high, objective.dual_clip)
+    else:
+        constant = ratios.pg.detach().clamp(max=1.0 + objective.clip_high)
+        values = -constant * advantages * torch.where(learns, log_probs, 0.0)
+    return Term(reduced * ratios.rollout, values, reduced_n)
+
+
+def opd_term(
+    batch: PackedTokens,
+    ratios: Ratios,
+    denominators: Denominators,
+    objective: ObjectiveConfig,
+    opd: OpdConfig,
+    candidate_log_probs: Tensor | None,
+    candidate_log_rest: Tensor | None,
+) -> Term | None:
+    """The distillation signal where `opd_weights` count, of the sampled token or of candidates; None without distillation."""
+    if not opd.enabled:
+        return None
+    counts = batch.opd_weights > 0
+    if opd.signal == "sampled":
+        delta = torch.where(counts, (batch.old_log_probs - batch.teacher_log_probs).detach(), 0.0)
+        if opd.clip is not None:
+            delta = delta.clamp(-opd.clip, opd.clip)
+        values = clipped_surrogate(ratios.token, -delta, objective.clip_low, objective.clip_high)
+        return Term(batch.opd_weights * ratios.rollout, values, denominators.opd)
+    assert candidate_log_probs is not None, "this signal needs the policy's log-probs of the candidates"
+    assert batch.candidate_ids is not None
+    assert batch.candidate_teacher is not None
+    known = (batch.candidate_ids >= 0) & counts[:, None]
+    log_rest = None if candidate_log_rest is None else torch.where(counts, candidate_log_rest, 0.0)
+    divergence = candidate_divergence(
+        candidate_log_probs, batch.candidate_teacher, known, opd.signal, opd.jsd_beta, log_rest
+    )
+    return Term(batch.opd_weights, torch.where(counts, divergence, 0.0), denominators.opd)
+
+
+def kl_term(
+    log_probs: Tensor, batch: PackedTokens, reduced: Tensor, reduced_n: float, objective: ObjectiveConfig
+) -> Term:
+    """KL to the start weights, reduced as pg is; values are 0 without reference log-probs."""
+    if batch.ref_log_probs is None:
+        return Term(reduced, torch.zeros_like(log_probs), reduced_n)
+    return Term(reduced, token_kl(log_probs, batch, objective), reduced_n)
+
+
+def junior_term(log_probs: Tensor, batch: PackedTokens, denominators: Denominators) -> Term | None:
+    """KL(junior || senior) on tokens that the junior wrote; None where nothing pulls towards it."""
+    if batch.junior_weights is None:
+        return None
+    assert batch.junior_log_probs is not None
+    written = batch.junior_weights > 0
+    junior = torch.where(written, batch.junior_log_probs, 0.0)
+    # Sampled from the junior, so the estimate is of KL(junior || senior): the roles of `kl_estimate` swapped.
+    pull = kl_estimate(junior, torch.where(written, log_probs, junior), "k3")
+    return Term(batch.junior_weights, pull, denominators.junior)
+
+
 def tandem_loss(
     log_probs: Tensor,
     entropy: Tensor,
@@ -193,106 +301,94 @@ def tandem_loss(
     Metric keys are `LOSS_METRICS`; all but the losses are means over the pg weights (`opd_loss` over the OPD weights,
     `junior_kl` over the junior's). Raises DataError for a log-prob or advantage that is not finite on a token that counts.
     """
-    weights, pg_n = batch.weights, denominators.pg
-    counts, learns = batch.opd_weights > 0, weights > 0
-    # A token without weight may have any ratio (a junior token under the senior); keep inf * 0 out of the sums.
-    used = learns | counts
-    log_ratio = torch.where(used, log_probs - batch.old_log_probs, 0.0)
-    ratio = log_ratio.exp()
-    engine, raw = batch.old_log_probs, torch.ones_like(ratio)
-    if batch.rollout_log_probs is not None:
-        engine = batch.rollout_log_probs
-    if objective.rollout_weights != "none":
-        raw = torch.where(used, batch.old_log_probs - engine, 0.0).detach().exp()
-    rollout_weights = bounded_rollout_weights(raw, objective)
+    reduced, reduced_n = _reduction(batch, denominators, objective, sums)
+    ratios = _ratios(log_probs, batch, objective, sums)
+    pg = pg_term(log_probs, batch, ratios, reduced, reduced_n, objective)
+    distilled = opd_term(batch, ratios, denominators, objective, opd, candidate_log_probs, candidate_log_rest)
+    kl = kl_term(log_probs, batch, reduced, reduced_n, objective)
+    junior = junior_term(log_probs, batch, denominators)
 
-    reduced = batch.reduced  # pg and kl: what each token counts
-    if reduced is None:
-        assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
-        reduced = weights
-    if batch.reduced is None and objective.reduction == "sequence_mean":
-        sequences = _sequences(batch)
-        reduced = weights / sums(weights, sequences).clamp(min=_LEAST)[sequences]
-    reduced_n = pg_n if denominators.reduced is None else denominators.reduced
-
-    pg_ratio = ratio
-    if objective.ratio == "sequence":
-        pg_ratio = _sequence_ratio(log_ratio, weights, _sequences(batch), sums)
-    advantages = torch.where(learns, batch.advantages, 0.0)
-    if objective.surrogate == "clip":
-        pg_terms = clipped_surrogate(pg_ratio, advantages, objective.clip_low, objective.clip_high, objective.dual_clip)
-    else:
-        constant = pg_ratio.detach().clamp(max=1.0 + objective.clip_high)
-        pg_terms = -constant * advantages * torch.where(learns, log_probs, 0.0)
-    pg_loss = objective.reward_coef * (reduced * rollout_weights * pg_terms).sum() / reduced_n
-
-    opd_loss = torch.zeros_like(pg_loss)
-    if opd.enabled and opd.signal != "sampled":
-        assert candidate_log_probs is not None, "this signal needs the policy's log-probs of the candidates"
-        assert batch.candidate_ids is not None
-        assert batch.candidate_teacher is not None
-        known = (batch.candidate_ids >= 0) & counts[:, None]
-        log_rest = None
-        if candidate_log_rest is not None:
-            log_rest = torch.where(counts, candidate_log_rest, 0.0)
-        divergence = candidate_divergence(
-            candidate_log_probs, batch.candidate_teacher, known, opd.signal, opd.jsd_beta, log_rest
-        )
-        opd_loss = opd.coef * (batch.opd_weights * torch.where(counts, divergence, 0.0)).sum() / denominators.opd
-    elif opd.enabled:
-        delta = torch.where(counts, (batch.old_log_probs - batch.teacher_log_probs).detach(), 0.0)
-        if opd.clip is not None:
-            delta = delta.clamp(-opd.clip, opd.clip)
-        opd_terms = clipped_surrogate(ratio, -delta, objective.clip_low, objective.clip_high)
-        opd_loss = opd.coef * (batch.opd_weights * rollout_weights * opd_terms).sum() / denominators.opd
-
-    kl = torch.zeros_like(ratio) if batch.ref_log_probs is None else token_kl(log_probs, batch, objective)
-    kl_loss = torch.zeros_like(pg_loss)
+    pg_loss = pg.total(objective.reward_coef)
+    nothing = torch.zeros_like(pg_loss)
+    opd_loss = nothing if distilled is None else distilled.total(opd.coef)
+    kl_loss = nothing
     if objective.kl_in == "loss":
-        kl_loss = (objective.kl_coef if kl_coef is None else kl_coef) * (reduced * kl).sum() / reduced_n
-
-    junior_kl = torch.zeros_like(pg_loss)
-    if batch.junior_weights is not None:
-        assert batch.junior_log_probs is not None
-        written = batch.junior_weights > 0
-        junior = torch.where(written, batch.junior_log_probs, 0.0)
-        # Sampled from the junior, so the estimate is of KL(junior || senior): the roles of `kl_estimate` swapped.
-        pull = kl_estimate(junior, torch.where(written, log_probs, junior), "k3")
-        junior_kl = (batch.junior_weights * pull).sum() / denominators.junior
+        kl_loss = kl.total(objective.kl_coef if kl_coef is None else kl_coef)
+    junior_kl = nothing if junior is None else junior.total()
     junior_kl_loss = objective.lambda_jun * junior_kl
-
     loss = pg_loss + opd_loss + kl_loss + junior_kl_loss
+
     with torch.no_grad():
-
-        def mean(values: Tensor) -> Tensor:
-            return torch.where(learns, weights * values, 0.0).sum() / pg_n
-
-        clipped = pg_ratio > 1.0 + objective.clip_high
-        if objective.surrogate == "clip":
-            clipped |= pg_ratio < 1.0 - objective.clip_low
-        metrics = {
+        measured = {
             "loss": loss,
             "pg_loss": pg_loss,
             "opd_loss": opd_loss,
             "kl_loss": kl_loss,
             "junior_kl_loss": junior_kl_loss,
-            "entropy": mean(entropy),
-            "ratio_mean": mean(pg_ratio),
-            "clip_fraction": mean(clipped),
-            "logprob_diff": mean((log_probs - engine).abs()),
-            "kl": mean(kl),
             "junior_kl": junior_kl,
-            "rollout_weight_mean": mean(rollout_weights),
-            "rollout_weight_cut": mean(rollout_weights != raw),
+            **_token_means(log_probs, entropy, kl.values, batch, ratios, objective, denominators.pg),
         }
-        assert tuple(metrics) == LOSS_METRICS
+        assert measured.keys() == set(LOSS_METRICS)
         # An infinite ratio on a token of the distillation alone shows in no metric, but 0 * inf in its gradient.
-        fine = log_ratio.isfinite() & (ratio.isfinite() | ~counts)
+        fine = ratios.log_token.isfinite() & (ratios.token.isfinite() | ~(batch.opd_weights > 0))
         # One wait for the device: everything is read at once.
-        *values, sound = torch.stack([*(m.double() for m in metrics.values()), fine.all().double()]).tolist()
+        *values, sound = torch.stack([*(measured[m].double() for m in LOSS_METRICS), fine.all().double()]).tolist()
     if not sound or not all(map(math.isfinite, values)):
         _explain_fault(log_probs, entropy, batch, candidate_log_probs, values[0])
-    return loss, dict(zip(metrics, values, strict=True))
+    return loss, dict(zip(LOSS_METRICS, values, strict=True))
+
+
+def _reduction(
+    batch: PackedTokens, denominators: Denominators, objective: ObjectiveConfig, sums: SequenceSums
+) -> tuple[Tensor, float]:
+    """(what each token counts in pg and kl [T], what their sums are divided by)."""
+    n = denominators.pg if denominators.reduced is None else denominators.reduced
+    if batch.reduced is not None:
+        return batch.reduced, n
+    assert denominators.reduced is not None or objective.reduction == "token_mean", "made by Denominators.over"
+    if objective.reduction != "sequence_mean":
+        return batch.weights, n
+    sequences = _sequences(batch)
+    return batch.weights / sums(batch.weights, sequences).clamp(min=_LEAST)[sequences], n
+
+
+def _ratios(log_probs: Tensor, batch: PackedTokens, objective: ObjectiveConfig, sums: SequenceSums) -> Ratios:
+    # A token without weight may have any ratio (a junior token under the senior); keep inf * 0 out of the sums.
+    used = (batch.weights > 0) | (batch.opd_weights > 0)
+    log_token = torch.where(used, log_probs - batch.old_log_probs, 0.0)
+    token = pg = log_token.exp()
+    raw = torch.ones_like(token)
+    if objective.rollout_weights != "none":
+        raw = torch.where(used, batch.old_log_probs - batch.engine_log_probs, 0.0).detach().exp()
+    if objective.ratio == "sequence":
+        pg = _sequence_ratio(log_token, batch.weights, _sequences(batch), sums)
+    return Ratios(log_token, token, pg, raw, bounded_rollout_weights(raw, objective))
+
+
+def _token_means(
+    log_probs: Tensor,
+    entropy: Tensor,
+    kl: Tensor,
+    batch: PackedTokens,
+    ratios: Ratios,
+    objective: ObjectiveConfig,
+    denominator: float,
+) -> dict[str, Tensor]:
+    """The metrics that are means over the policy-gradient weights, by name."""
+    clipped = ratios.pg > 1.0 + objective.clip_high
+    if objective.surrogate == "clip":
+        clipped |= ratios.pg < 1.0 - objective.clip_low
+    values = {
+        "entropy": entropy,
+        "ratio_mean": ratios.pg,
+        "clip_fraction": clipped,
+        "logprob_diff": (log_probs - batch.engine_log_probs).abs(),
+        "kl": kl,
+        "rollout_weight_mean": ratios.rollout,
+        "rollout_weight_cut": ratios.rollout != ratios.raw,
+    }
+    learns, weights = batch.weights > 0, batch.weights
+    return {name: torch.where(learns, weights * v, 0.0).sum() / denominator for name, v in values.items()}
 
 
 def _sequences(batch: PackedTokens) -> Tensor:

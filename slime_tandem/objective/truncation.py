@@ -7,7 +7,8 @@ enough, so together they keep the tokens whose logit is at least a threshold, on
   top-p   the greatest logit such that it and what is above it hold at least top_p of what the other two left
 Equal logits stay or go together: a set that depends on the order of equals cannot be found again from logits, nor from shards.
 The threshold is one of the logits and found by bisection over their bit patterns in numerical order, hence exact; where the
-vocabulary is sharded, a step of the bisection adds one number per row over the ranks, and no rank sees another's logits.
+vocabulary is sharded, a step of the bisection adds one number per row over the ranks, and no rank sees another's logits. It
+draws nothing: the engine's sampling does (`engines/embedded/sampling.py`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a person sees: metric names, tables, the HTML report."""
+"""A run's folder, and everything that a person reads of it."""

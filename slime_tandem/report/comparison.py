@@ -2,7 +2,7 @@
 
 Intervals are of the mean over seeds, Student's t at level 0.95: they say what other seeds would give with the same prompts,
 not what other prompts would. Differences are to the method that stands first (lowest idx), paired by seed, over the seeds that
-both have finished. A run that is not finished counts as missing and is told.
+both have finished. A run that is not finished counts as missing and is named. It starts no run.
 """
 
 from __future__ import annotations

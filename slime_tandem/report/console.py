@@ -1,4 +1,7 @@
-"""What a run shows in the terminal: a progress bar while it trains, and the final table."""
+"""What a run shows in the terminal: a progress bar while it trains, and the final table.
+
+It computes no metric and writes no file.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turns metric rows into drawn curves: axes, ticks and polyline points for the report's inline SVG. Pure.
 
-Coordinates are SVG user units in a box of WIDTH x HEIGHT, y down.
+Coordinates are SVG user units in a box of WIDTH x HEIGHT, y down. It knows no page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Estimates drawn as dots with whiskers, one panel with its own axis each, and scatters: self-contained SVG. Pure."""
+"""Estimates drawn as dots with whiskers, one panel with its own axis each, and scatters: self-contained SVG. Pure.
+
+It knows no page.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Curves with the control in the same axes, the held-out evaluation, seconds per step, and transcripts coloured by author
 with the teacher's signal per token. Everything a model wrote is escaped, and the page's policy runs only its own script.
-`python -m slime_tandem.report.html RUN_DIR` writes it for a finished, a running or a killed run.
+`python -m slime_tandem.report.html RUN_DIR` writes it for a finished, a running or a killed run. It computes no metric.
 """
 
 from __future__ import annotations

@@ -99,7 +99,11 @@ _TABLE = (
     _step("opd/eos_kl", "nats", "sample mean", "down", "opd/teacher_kl of ends of turn alone"),
     _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
     _step(
-        "opd/unaligned_special", "tokens", "sum over the step", "down", "no teacher value: special token without a twin"
+        "opd/unaligned_special",
+        "tokens",
+        "sum over the step",
+        "down",
+        "no teacher value: special token without a counterpart",
     ),
     _step(
         "opd/unaligned_boundary",

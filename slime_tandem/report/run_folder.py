@@ -2,7 +2,8 @@
 
 A run folder: config.yaml, metrics.jsonl, eval.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
 summary.json, report.html, control/). Each JSON line is on the disk (fsync) before `write_*` returns, so a killed run
-loses at most the line it was writing; a resumed run first drops what it is going to write again.
+loses at most the line it was writing; a resumed run first drops what it is going to write again. What a run does is not known
+here.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class _EventFile:
             self._file = self.path.open("wb", buffering=0)
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_from is not None:
-            # A START mark tells TensorBoard to forget events of this and later steps from earlier files.
+            # A START mark makes TensorBoard forget events of this and later steps from earlier files.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(event_pb2.Event(wall_time=time.time(), step=purge_from, session_log=start))
 

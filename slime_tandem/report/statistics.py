@@ -2,7 +2,7 @@
 
 Every figure of an evaluation is a ratio of two sums over prompts (a mean is one whose denominator counts the prompts).
 The prompts are what was sampled, so they are what is resampled: all responses of a prompt move together, and all figures
-share the same resamples. A figure that compares two conditions is therefore paired by prompt.
+share the same resamples. A figure that compares two conditions is therefore paired by prompt. It knows no metric's name.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.tasks.families import extract_answer, label_reward
-from slime_tandem.team.rollouts import response_metrics, teacher_metrics
+from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import ScoredSample
 

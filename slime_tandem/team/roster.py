@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_tandem.config import RunConfig, Strategy, TandemConfig, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config

@@ -20,7 +20,7 @@ from typing import Any
 
 from slime_tandem.config import AlignmentPolicy, Thinking, http_url
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.panel import Scoring, Teacher, check_teacher
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions

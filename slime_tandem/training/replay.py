@@ -1,7 +1,8 @@
 """What the trainer needs to replay truncated sampling: the kept sets of a micro-batch.
 
 Only what the senior drew is replayed. Junior tokens that carry weight keep the full distribution on both sides of their
-ratio: they were not drawn from the senior's truncated one, and may lie outside of it.
+ratio: they were not drawn from the senior's truncated one, and may lie outside of it. What the kept sets do to log-probs is
+`objective/truncation.py`'s.
 """
 
 from __future__ import annotations

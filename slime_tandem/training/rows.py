@@ -1,6 +1,6 @@
 """From scored samples to what the trainer eats: rows with per-token weights, mini-batches of whole groups, micro-batches.
 
-Pure. A row's per-token arrays are [R], aligned with the response ids.
+Pure. A row's per-token arrays are [R], aligned with the response ids. No model and no loss is known here.
 """
 
 from __future__ import annotations
@@ -85,60 +85,82 @@ def build_rows(
     groups = [s.sample.group_id for s in samples]
     raw, flat = group_advantages(rewards, groups, objective.scale_advantages, objective.baseline)
     advantages, clipped = clip_advantages(raw, objective.clip_advantages)
-    chosen = config.opd.selection
-    rows: list[TrainRow] = []
-    kept: list[ScoredSample] = []
-    failed = 0
-    pulls = objective.lambda_jun > 0
-    for i, (scored, advantage) in enumerate(zip(samples, advantages, strict=True)):
-        sample, teacher = scored.sample, scored.teacher
-        if config.opd.enabled and teacher is None:
-            failed += 1
-            if config.opd.on_failed_sample == "stop":
-                raise scored.teacher_error or TeacherScoreError(
-                    "teacher answer", None, "scores for every sample", "see its log"
-                )
-            if config.opd.on_failed_sample == "drop_sample":
-                continue
-        senior = np.asarray(sample.authorship_mask) == SENIOR
-        R = len(senior)
-        opd_weights = _opd_weights(senior, teacher, config.opd) if teacher else np.zeros(R)
-        kept.append(scored)
-        rows.append(
-            TrainRow(
-                tokens=sample.prompt_ids + sample.response_ids,
-                group_id=sample.group_id,
-                advantage=float(advantage),
-                old_log_probs=old[i],
-                weights=weights[i],
-                opd_weights=opd_weights,
-                teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
-                candidates=teacher.candidates if teacher else None,
-                opd_total=float(opd_weights.sum()) if chosen.denominator == "valid" else None,
-                ref_log_probs=None if ref_log_probs is None else ref_log_probs[i],
-                junior_weights=(~senior) * np.asarray(sample.loss_mask, dtype=np.float64) if pulls else None,
-                junior_log_probs=np.asarray(sample.log_probs, dtype=np.float64) if pulls else None,
-                replayed=senior,
-                kept_ids=sample.kept_ids,
-            )
+    kept = [i for i, scored in enumerate(samples) if _takes_part(scored, config.opd)]
+    rows = [
+        _row(
+            samples[i],
+            float(advantages[i]),
+            old[i],
+            weights[i],
+            None if ref_log_probs is None else ref_log_probs[i],
+            config,
         )
+        for i in kept
+    ]
     metrics: dict[str, float | None] = {
         "group/zero_variance_fraction": flat,
         "group/zero_variance_groups": float(round(flat * len(set(groups)))),
         "group/clipped_advantages": clipped,
-        "opd/failed_samples": float(failed),
+        "opd/failed_samples": float(sum(_failed(s, config.opd) for s in samples)),
     }
     if not config.opd.enabled:
         return rows, metrics | dict.fromkeys(f"selection/{name}" for name in OPD_MASK_METRICS)
+    chosen = config.opd.selection
     mask = opd_mask(
-        [s.sample.key for s in kept],
+        [samples[i].sample.key for i in kept],
         [row.opd_weights > 0 for row in rows],
-        [s.teacher.lists if s.teacher else None for s in kept],
+        [t.lists if (t := samples[i].teacher) else None for i in kept],
         chosen,
     )
     if chosen.mask != "full":
         rows = [_masked(row, m, chosen.rules) for row, m in zip(rows, mask.masks, strict=True)]
     return rows, metrics | mask.metrics
+
+
+def _failed(scored: ScoredSample, opd: OpdConfig) -> bool:
+    return opd.enabled and scored.teacher is None
+
+
+def _takes_part(scored: ScoredSample, opd: OpdConfig) -> bool:
+    """What `opd.on_failed_sample` says of a sample without a teacher's scores: False to drop it; `stop` raises its error."""
+    if not _failed(scored, opd):
+        return True
+    if opd.on_failed_sample == "stop":
+        raise scored.teacher_error or TeacherScoreError(
+            "teacher answer", None, "scores for every sample", "see its log"
+        )
+    return opd.on_failed_sample != "drop_sample"
+
+
+def _row(
+    scored: ScoredSample,
+    advantage: float,
+    old_log_probs: FloatArray,
+    weights: FloatArray,
+    ref_log_probs: FloatArray | None,
+    config: RunConfig,
+) -> TrainRow:
+    sample, teacher = scored.sample, scored.teacher
+    senior = np.asarray(sample.authorship_mask) == SENIOR
+    R = len(senior)
+    opd_weights = _opd_weights(senior, teacher, config.opd) if teacher else np.zeros(R)
+    pulls = config.objective.lambda_jun > 0
+    return TrainRow(
+        tokens=sample.prompt_ids + sample.response_ids,
+        group_id=sample.group_id,
+        advantage=advantage,
+        old_log_probs=old_log_probs,
+        weights=weights,
+        opd_weights=opd_weights,
+        teacher_log_probs=teacher.log_probs if teacher else np.zeros(R),
+        candidates=teacher.candidates if teacher else None,
+        opd_total=float(opd_weights.sum()) if config.opd.selection.denominator == "valid" else None,
+        ref_log_probs=ref_log_probs,
+        junior_weights=(~senior) * np.asarray(sample.loss_mask, dtype=np.float64) if pulls else None,
+        junior_log_probs=np.asarray(sample.log_probs, dtype=np.float64) if pulls else None,
+        replayed=senior,
+        kept_ids=sample.kept_ids,
+    )
 
 
 def _masked(row: TrainRow, mask: BoolArray, rules: SelectionRules) -> TrainRow:

@@ -1,4 +1,7 @@
-"""One update of the senior from one rollout: rows -> mini-batches -> micro-batches -> loss -> optimizer step."""
+"""One update of the senior from one rollout: rows -> mini-batches -> micro-batches -> loss -> optimizer step.
+
+It writes no response and knows no server: rows in, metrics out, and a policy whose weights have changed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class Trainer:
     def own_log_probs(self, rows: Sequence[Sequenced], *, replayed: bool = False) -> list[FloatArray]:
         """Log-probs [R] of the policy's present weights per row, nats, of the full distribution.
 
-        `replayed`: of what the engine reported log-probs of, which is the truncated one if it told what it kept.
+        `replayed`: of what the engine reported log-probs of, which is the truncated one if it reported what it kept.
         """
         return self._score(self.policy, rows, self._replay if replayed and self.config.sampling.asks_kept_ids else None)
 
@@ -89,7 +92,7 @@ class Trainer:
             guarded += over
             if over and objective.kl_guard == "stop":
                 raise left_target(step["kl"], objective)
-            if any(v.numel() for v in values):  # an update without a weighted token tells nothing of the KL
+            if any(v.numel() for v in values):  # an update without a weighted token says nothing of the KL
                 self.kl_coef = adapted_coef(self.kl_coef, step["kl"], objective)
             if over and objective.kl_guard == "skip_updates":
                 break

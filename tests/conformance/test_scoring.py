@@ -12,7 +12,8 @@ import pytest
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.panel import Scoring, Teacher, TeacherPanel, check_teacher
+from slime_tandem.distill.panel import TeacherPanel
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.types import AlignedScores, Message, Prompt, SampleKey, TandemSample
@@ -93,7 +94,7 @@ def test_scores_and_candidates_equal_transformers(rig: Any, trio: Any, student_k
             want = set()
             if support != "student":
                 best = np.argsort(-row)[:4]
-                want |= {int(t) for t in one.twins.student_of[best] if t >= 0}
+                want |= {int(t) for t in one.same_tokens.student_of[best] if t >= 0}
             if support != "teacher":
                 assert own is not None
                 want |= {int(t) for t in np.argsort(-own[len(sample.prompt_ids) + i - 1])[:4]}
@@ -102,7 +103,7 @@ def test_scores_and_candidates_equal_transformers(rig: Any, trio: Any, student_k
             for c, value, own_value in zip(
                 found, got.candidates.teacher_log_probs[i], got.candidates.student_log_probs[i], strict=False
             ):
-                assert value == pytest.approx(row[one.twins.teacher_of[c]], abs=TOLERANCE)
+                assert value == pytest.approx(row[one.same_tokens.teacher_of[c]], abs=TOLERANCE)
                 if own is not None and not math.isnan(own_value):
                     assert own_value == pytest.approx(own[len(sample.prompt_ids) + i - 1][c], abs=TOLERANCE)
             seen += 1

@@ -99,7 +99,7 @@ def test_a_flipped_byte_is_never_read_as_data(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x15]) + whole[at + 1 :])
         try:
             with Bank(path, BANK) as bank:
-                assert bank.read().equals(good), f"byte {at}: of no meaning for the rows, or told"
+                assert bank.read().equals(good), f"byte {at}: of no meaning for the rows, or refused"
         except DataError as error:
             said.append(str(error))
     assert len(said) > 20

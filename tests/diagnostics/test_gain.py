@@ -30,7 +30,7 @@ from slime_tandem.diagnostics.gain import (
 )
 from slime_tandem.diagnostics.output import write_report
 from slime_tandem.diagnostics.support import check_support
-from slime_tandem.diagnostics.topn import bank_scores, top_n
+from slime_tandem.diagnostics.topn import top_n
 from slime_tandem.errors import ConfigError, DataError
 
 from .conftest import rows, write_bank, write_evaluation
@@ -220,17 +220,16 @@ def test_files_are_joined_by_name_and_reported_whole(tmp_path: Path) -> None:
     assert "None" not in words
     assert "p-values" not in words
     methods = ["teachability", "entropy", "random"]
-    position = table.column("position").to_numpy().astype(np.int64)
-    best = top_n(c, bank_scores(table), position, methods, 9, setup, resamples=50, seed=0, caliper=1.0)
+    best = top_n(c, table, methods, 9, setup, resamples=50, seed=0, caliper=1.0)
     chosen = {r.name: r for r in best.rows if r.section == "mean gain of the chosen"}
     assert chosen["teachability"].n == 9
     order = np.argsort(-c.D * c.C)[:9]
     y = c.kl_before - c.kl_after
     assert chosen["teachability"].estimate.value == pytest.approx(np.average(y[order], weights=c.weight[order]))
     with pytest.raises(ConfigError, match="--top-n=90: expected 1 to 89"):
-        top_n(c, bank_scores(table), position, methods, 90, setup, resamples=50, seed=0, caliper=1.0)
+        top_n(c, table, methods, 90, setup, resamples=50, seed=0, caliper=1.0)
     with pytest.raises(DataError, match="selector"):
-        top_n(c, bank_scores(table), position, ["best"], 9, setup, resamples=50, seed=0, caliper=1.0)
+        top_n(c, table, ["best"], 9, setup, resamples=50, seed=0, caliper=1.0)
     options: dict[str, Any] = {"ks": [1], "ps": [0.5, 0.99], "ratio": 0.1, "resamples": 50, "seed": 0}
     support = check_support(bank, [one, two], "before", "after", **options)
     means = {r.name: r.estimate.value for r in support.rows if r.section == "mean of C"}

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.candidates import Twins
-from slime_tandem.distill.panel import Teacher, TeacherPanel, check_teacher, combine
+from slime_tandem.distill.candidates import SameTokens
+from slime_tandem.distill.panel import TeacherPanel, combine
 from slime_tandem.distill.special_tokens import map_special_tokens
+from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import DataError, ModelError
 from slime_tandem.tokens.reading import _nfc, read_text
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
@@ -37,7 +38,7 @@ def vocabulary(*names: str, eos: tuple[str, ...] = ()) -> TokenBytes:
     return TokenBytes((*BYTES, *(None for _ in names)), frozenset(ids), ends, ids)
 
 
-def test_a_twin_is_the_token_that_the_tokenizer_writes_not_its_byte_fallback() -> None:
+def test_the_same_token_is_the_one_that_the_tokenizer_writes_not_its_byte_fallback() -> None:
     """SentencePiece has b"1" twice, as <0x31> and as 1, and writes only the second."""
     pieces = build_token_bytes(sentence_piece(), frozenset({2}))
     level = build_token_bytes(byte_level(ENGLISH, 300, "</s>"), frozenset({1}))
@@ -45,9 +46,9 @@ def test_a_twin_is_the_token_that_the_tokenizer_writes_not_its_byte_fallback() -
     for data, canonical in written.items():
         assert pieces.table.count(data) == 2
         there = level.table.index(data)
-        twins = Twins(Aligner(level, pieces, end_of_turn=2))
-        assert (twins.teacher_of[there], twins.student_of[canonical]) == (canonical, there)
-        back = Twins(Aligner(pieces, level, end_of_turn=1))
+        same = SameTokens(Aligner(level, pieces, end_of_turn=2))
+        assert (same.teacher_of[there], same.student_of[canonical]) == (canonical, there)
+        back = SameTokens(Aligner(pieces, level, end_of_turn=1))
         assert back.student_of[there] == canonical
 
 
@@ -55,9 +56,9 @@ def test_the_teachers_end_of_turn_is_the_students_end_of_turn_not_its_end_of_tex
     """Qwen and Llama-3: both end a generation, the lower id is not the one that ends a chat's turn."""
     s = vocabulary("<|endoftext|>", "<|im_end|>", eos=("<|endoftext|>", "<|im_end|>"))
     t = vocabulary("</s>", eos=("</s>",))
-    assert Twins(Aligner(s, t, end_of_turn=256)).student_of[256] == 257
+    assert SameTokens(Aligner(s, t, end_of_turn=256)).student_of[256] == 257
     mistral = vocabulary("</s>", "[INST]", "[/INST]", eos=("</s>",))
-    assert Twins(Aligner(mistral, s, end_of_turn=257)).student_of[257] == 256
+    assert SameTokens(Aligner(mistral, s, end_of_turn=257)).student_of[257] == 256
 
 
 def test_an_end_that_both_sides_have_stays_what_it_is() -> None:
@@ -126,7 +127,7 @@ def test_thinking_cannot_be_dropped_where_nothing_marks_it() -> None:
 
 
 @pytest.mark.parametrize("chosen", [5, True, 0, 2.5, {"teacher": 1}, [["teacher"]], [1], [], ""])
-def test_metadata_of_another_type_is_told(chosen: object) -> None:
+def test_metadata_of_another_type_is_refused(chosen: object) -> None:
     s = vocabulary("</s>", eos=("</s>",))
     prompt = Prompt("p", (Message("user", "q"),), None, "t", {"teacher": chosen})
     sample = TandemSample(SampleKey(0, 0, 0), 0, prompt, (1,), (65,), (1,), (-1.0,), "stop", "", ())

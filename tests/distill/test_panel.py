@@ -12,16 +12,8 @@ import pytest
 
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
-from slime_tandem.distill.panel import (
-    Scoring,
-    Teacher,
-    TeacherPanel,
-    check_teacher,
-    combine,
-    describe_special,
-    response_log_probs,
-    student_candidates,
-)
+from slime_tandem.distill.panel import TeacherPanel, combine, student_candidates
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher, describe_special, response_log_probs
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, TeacherScoreError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.tokens.token_bytes import TokenBytes
@@ -359,7 +351,7 @@ def test_unpaired_positions_have_no_lists_and_without_cross_scores_nothing_more_
     assert len(engine.batches) == 1
 
 
-def test_a_server_that_gives_shorter_lists_than_asked_is_told() -> None:
+def test_a_server_that_gives_shorter_lists_than_asked_is_reported() -> None:
     """K larger than its limit must not pass for distributions with fewer tokens."""
     (error,) = asyncio.run(
         make_teacher(Listing(top=(0, 2))).score([sample(0, [2, 3])], Scoring(lists=3), STUDENT_TOPS, Listing())
@@ -491,10 +483,10 @@ def test_a_position_counts_where_any_teacher_has_a_value() -> None:
 def test_between_turns_the_teacher_reads_its_own_markup() -> None:
     """c, end | the student's markup of a tool's answer | c, end; the teacher's template writes end 1 4 there."""
     engine = ScriptedTeacher()
-    told = (Message("tool", "b"),)
-    teacher = dataclasses.replace(make_teacher(engine), bridge=lambda messages: [0, 1, 4] if messages == told else [])
+    shown = (Message("tool", "b"),)
+    teacher = dataclasses.replace(make_teacher(engine), bridge=lambda messages: [0, 1, 4] if messages == shown else [])
     plain = sample(0, [2, 3, 1, 1, 2, 3])
-    turns = dataclasses.replace(plain, inserted=((2, 4),), inserted_messages=(told,))
+    turns = dataclasses.replace(plain, inserted=((2, 4),), inserted_messages=(shown,))
     (scores,) = score(teacher, [turns])
     assert engine.batches[0][0].input_ids == (5, 5, 5, 2, 0, 1, 4, 2, 0)
     assert isinstance(scores, AlignedScores)
@@ -502,10 +494,10 @@ def test_between_turns_the_teacher_reads_its_own_markup() -> None:
     assert scores.log_probs.tolist() == [-0.03, -0.04, 0.0, 0.0, -0.07, -0.08]
     assert scores.unaligned["inserted"] == 2
     with pytest.raises(DataError, match="inserted_messages='1 entries': expected one per inserted span"):
-        dataclasses.replace(plain, inserted_messages=(told,))
+        dataclasses.replace(plain, inserted_messages=(shown,))
 
 
-def test_a_teacher_that_cannot_work_is_told_at_the_start() -> None:
+def test_a_teacher_that_cannot_work_is_refused_at_the_start() -> None:
     letters = TokenBytes(tuple(bytes([b]) for b in range(256)), frozenset(), frozenset())
     student = TokenBytes((*letters.table, None), frozenset({256}), frozenset({256}), {256: "<|im_end|>"})
     teacher = TokenBytes((*letters.table, None), frozenset({256}), frozenset({256}), {256: "<|eot_id|>"})

@@ -50,7 +50,7 @@ def test_sound_models_pass(trio, side_url, tmp_path: Path, capsys: pytest.Captur
     found = statuses(out)
     assert code == 0, out
     assert json.loads(out)["passed"] is True
-    # Random models end no turn and are right by no chance: told, but no fault.
+    # Random models end no turn and are right by no chance: reported, but no fault.
     assert {name for name, status in found.items() if status not in ("pass", "warn")} <= {"length reward"}
     for name in (
         "group sums",

@@ -134,7 +134,7 @@ class FakeTokenizer:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "width", "status", "told"),
+    ("tokenizer", "width", "status", "detail"),
     [
         (FakeTokenizer(), 264, "pass", "258 ids, bytes exact; a turn ends with 257 </s>"),
         (FakeTokenizer(), 257, "fail", "258 ids, but logits for 257"),
@@ -143,10 +143,10 @@ class FakeTokenizer:
         (FakeTokenizer(exact=False), None, "fail", "spell"),
     ],
 )
-def test_tokenizers(tokenizer: FakeTokenizer, width: int | None, status: str, told: str) -> None:
+def test_tokenizers(tokenizer: FakeTokenizer, width: int | None, status: str, detail: str) -> None:
     finding = probes.tokenizer(tokenizer, "senior", width)  # type: ignore[arg-type]
     assert finding.status == status
-    assert told in finding.detail
+    assert detail in finding.detail
     assert bool(finding.remedy) == (status != "pass")
 
 

@@ -201,9 +201,9 @@ def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: P
             os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    told = [line for line in err.splitlines() if line.startswith("restarted the ")]
-    assert told[0].startswith("restarted the teacher server after: ")
-    assert all(any(role in line.partition(" after: ")[0] for line in told[1:]) for role in ("senior", "junior"))
+    lines = [line for line in err.splitlines() if line.startswith("restarted the ")]
+    assert lines[0].startswith("restarted the teacher server after: ")
+    assert all(any(role in line.partition(" after: ")[0] for line in lines[1:]) for role in ("senior", "junior"))
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
@@ -405,7 +405,7 @@ def test_a_senior_that_trains_alone_can_be_evaluated_with_a_junior(trio, tmp_pat
         assert 0 < row["eval/senior_token_fraction"] < 1
 
 
-def test_a_prompt_file_that_names_an_unknown_teacher_is_told_at_the_start(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_prompt_file_that_names_an_unknown_teacher_is_refused_at_the_start(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     line = {"prompt": "1 + 1 =", "label": "2", "metadata": {"teacher": "nobody"}}
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({**line, "prompt": f"{i} + 1 ="}) + "\n" for i in range(40)))
     config = RunConfig.from_mapping(
@@ -481,7 +481,7 @@ def test_lists_longer_than_a_vocabulary_are_refused_at_the_start(trio, tmp_path:
     assert not (tmp_path / "r" / "logs").exists()
 
 
-def test_a_task_without_a_teacher_is_told(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_without_a_teacher_is_refused(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     changes = settings(trio, tmp_path, control=False, **own(*ROLES))
     del changes["models"]["teacher"]
     changes["opd"] = {"teachers": [{"name": "poems", "model": str(trio.teacher), "tasks": ["poem"]}]}
@@ -552,8 +552,8 @@ def test_lists_are_those_of_the_full_distributions(trio, tmp_path: Path) -> None
                     (lists.student_ids[i], lists.student_log_probs[i], lists.teacher_on_student[i], True),  # type: ignore[index]
                     (lists.teacher_ids[i], lists.teacher_log_probs[i], lists.student_on_teacher[i], False),  # type: ignore[index]
                 ):
-                    twins = teacher.twins.teacher_of[ids]
-                    a, b = (s[ids], t[twins]) if student else (t[twins], s[ids])
+                    same = teacher.same_tokens.teacher_of[ids]
+                    a, b = (s[ids], t[same]) if student else (t[same], s[ids])
                     assert own[ids >= 0] == pytest.approx(a[ids >= 0].numpy(), abs=1e-4)
                     assert cross[ids >= 0] == pytest.approx(b[ids >= 0].numpy(), abs=1e-4)
                     compared += int((ids >= 0).sum())

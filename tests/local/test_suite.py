@@ -93,7 +93,7 @@ def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("methods", "told"),
+    ("methods", "expected"),
     [
         ("", "at least one method:ratio:idx"),
         ("tip", "METHOD_LIST='tip': expected entries method:ratio:idx"),
@@ -109,10 +109,10 @@ def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
         ("tandem_word:2:3", "tandem.prob_senior=2"),
     ],
 )
-def test_bad_method_lists_are_refused_before_anything_runs(tmp_path: Path, methods: str, told: str) -> None:
+def test_bad_method_lists_are_refused_before_anything_runs(tmp_path: Path, methods: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_suite(suite(tmp_path / "s", methods, "0"))
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert not (tmp_path / "s").exists()
 
 

@@ -308,7 +308,8 @@ _RANK = """
 import dataclasses, sys, torch, torch.distributed as dist
 from pathlib import Path
 from slime_tandem.megatron import architecture, weights
-from slime_tandem.megatron.policy import described_parameters, load_sharded
+from slime_tandem.megatron.checkpoint import load_sharded
+from slime_tandem.megatron.policy import described_parameters
 from megatron.core import parallel_state
 hf, folder, store, out, rank = *map(Path, sys.argv[1:5]), int(sys.argv[5])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -376,7 +377,7 @@ def test_what_a_training_run_adds_is_left_out_by_name(make: Make, tmp_path: Path
     assert f"left out: {moments} tensors of the optimizer, 1 pickled objects (states)" in said
 
 
-def test_padding_behind_the_vocabulary_is_cut_and_told(make: Make, tmp_path: Path) -> None:
+def test_padding_behind_the_vocabulary_is_cut_and_reported(make: Make, tmp_path: Path) -> None:
     hf, said = make("llama"), []
     padded = tmp_path / "padded"
     padded.mkdir()

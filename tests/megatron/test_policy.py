@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 
 from slime_tandem.config import OptimizerConfig
 from slime_tandem.errors import CheckpointError, DataError, ModelError, TandemError
-from slime_tandem.megatron import core
+from slime_tandem.megatron import checkpoint, core
 from slime_tandem.megatron import policy as policy_module
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.megatron.torch_dist import IndexUnpickler
@@ -392,7 +392,7 @@ class Evil:
 
 def reseal(folder: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
-    state["files"] = {name: policy_module.file_sha256(folder / name) for name in state["files"]}
+    state["files"] = {name: checkpoint.file_sha256(folder / name) for name in state["files"]}
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -458,11 +458,11 @@ def test_full_disk(
             masked.__context__ = full  # as torch's zip writer raises it
             patch.setattr("torch.distributed.checkpoint.filesystem._write_item", fail(masked))
         elif where == "fsync":
-            patch.setattr(policy_module.os, "fsync", fail(full))
+            patch.setattr(checkpoint.os, "fsync", fail(full))
         elif where == "state":
-            patch.setattr(policy_module, "file_sha256", fail(full))
+            patch.setattr(checkpoint, "file_sha256", fail(full))
         else:
-            error = policy_module.SafetensorError("I/O error: No space left on device (os error 28)")
+            error = checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
             patch.setattr(policy_module, "save_file", fail(error))
         write = policy.save_hf if where == "safetensors" else lambda path: policy.save_checkpoint(path, {"step": 2})
         for target in (folder, tmp_path / "new"):
@@ -485,8 +485,8 @@ def test_a_kill_in_the_middle_leaves_the_older_checkpoint(
     policy, folder = saved
     train(policy, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(policy_module, "fsync", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
-        patch.setattr(policy_module.shutil, "rmtree", lambda *_a, **_k: None)  # a killed process tidies nothing up
+        patch.setattr(checkpoint, "fsync", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *_a, **_k: None)  # a killed process tidies nothing up
         with pytest.raises(KeyboardInterrupt):
             policy.save_checkpoint(folder, {"step": 2})
     assert len(list(tmp_path.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""Loading: each way in which a folder can be unusable is told with the folder and a remedy."""
+"""Loading: each way in which a folder can be unusable is refused with the folder and a remedy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_missing_parts_are_named(model_copy: Callable[[str], Path], tmp_path: Pa
         load_tokenizer(folder)
 
 
-def test_damaged_parts_are_told(model_copy: Callable[[str], Path]) -> None:
+def test_damaged_parts_are_refused(model_copy: Callable[[str], Path]) -> None:
     folder = model_copy("llama")
     weights = folder / "model.safetensors"
     whole = {name: tensor.clone() for name, tensor in load_file(weights).items()}
@@ -75,7 +75,9 @@ def test_damaged_parts_are_told(model_copy: Callable[[str], Path]) -> None:
         load_tokenizer(folder)
 
 
-def test_an_unknown_architecture_or_dtype_is_told(model_copy: Callable[[str], Path], folders: dict[str, Path]) -> None:
+def test_an_unknown_architecture_or_dtype_is_refused(
+    model_copy: Callable[[str], Path], folders: dict[str, Path]
+) -> None:
     folder = model_copy("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "no-such-thing"}))

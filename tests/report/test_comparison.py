@@ -1,4 +1,4 @@
-"""The comparison of a suite's methods: means and paired differences by hand, files whole, gaps told."""
+"""The comparison of a suite's methods: means and paired differences by hand, files whole, gaps named."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_report_of_a_suite_prints_and_writes(folder: Path, capsys: pytest.Captur
     assert not list(folder.glob("*.new"))
 
 
-def test_what_is_no_suite_is_told(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_suite_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"expected a readable method_mapping\.csv"):
         read_mapping(tmp_path / "nothing")
     (folder / "method_mapping.csv").write_text("idx,method\n1,tip\n")

@@ -80,7 +80,7 @@ def test_each_task_has_a_curve_on_the_same_axes():
     assert plots[1].series[0].end[0] == 174.0, "step 1 is half way"
 
 
-def test_one_task_has_no_curve_of_its_own_and_too_many_are_told(monkeypatch):
+def test_one_task_has_no_curve_of_its_own_and_too_many_are_named(monkeypatch):
     assert task_curves([("tandem", "run", rewards((0, "sum", 0.5)))]) == ([], 0)
     monkeypatch.setattr(html, "MAX_TASKS", 2)
     plots, left_out = task_curves([("tandem", "run", rewards((0, "a", 0), (0, "c", 0), (0, "b", 0), (1, "c", 1)))])

@@ -90,7 +90,7 @@ def test_the_ratio_is_one_with_replay_and_biased_without(
     cut = {**SETTINGS[name]}
     temperature = cut.pop("temperature", 1.0)
     results = ask(server, **SETTINGS[name], truncated_logprobs=True)
-    # The same tokens are drawn whether or not it is told from what; the log-probs are then the full distribution's.
+    # The same tokens are drawn whether or not it is reported from what; the log-probs are then the full distribution's.
     plain = ask(server, **SETTINGS[name])
     assert [r.output_ids for r in plain] == [r.output_ids for r in results]
     rows, full_rows = rows_of(results), rows_of(plain)

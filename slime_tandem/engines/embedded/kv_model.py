@@ -7,7 +7,8 @@ over them, so every architecture that goes through that interface works unchange
 compared with transformers' own attention: what this module does not handle is refused instead of served wrong.
 
 Letters: T new tokens of a step, flattened over m sequences; Q the longest share of one sequence; R rows, C positions a row;
-L positions attended to; H query heads, K key/value heads, G = H / K, D head size; N pool locations; V vocabulary.
+L positions attended to; H query heads, K key/value heads, G = H / K, D head size; N pool locations; V vocabulary. It knows no
+request, no stop and no sampling: `runner.py` does.
 """
 
 from __future__ import annotations
@@ -88,6 +89,44 @@ def _attend(
     return out.unsqueeze(0), None
 
 
+def _require_full_attention(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    ):
+        raise ModelError(
+            "config.layer_types",
+            sorted(kinds),
+            "full attention in every layer, without a sliding window",
+            "serve this model with SGLang",
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ModelError(
+            "config.attn_logit_softcapping",
+            config.attn_logit_softcapping,
+            "attention without soft-capping",
+            "serve this model with SGLang",
+        )
+
+
+def _equal_heads(probe: _Probe, config: Any) -> tuple[int, int, torch.dtype]:
+    """(key/value heads, head size, dtype), the same in every layer that the config counts."""
+    shapes = set(probe.layers.values())
+    if len(shapes) != 1 or sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            "config.model_type",
+            config.model_type,
+            f"attention layers 0..{config.num_hidden_layers - 1} with equal heads, got {sorted(map(str, shapes))}",
+            "serve this model with SGLang",
+        )
+    kv_heads, head_dim, value_dim, dtype = shapes.pop()
+    if head_dim != value_dim:
+        raise ModelError(
+            "config.model_type", config.model_type, "keys and values of equal size", "serve it with SGLang"
+        )
+    return kv_heads, head_dim, dtype
+
+
 class KVModel:
     """A causal LM with slots for running sequences and a pool for known prefixes.
 
@@ -107,23 +146,16 @@ class KVModel:
 
     def _take(self, model: Any) -> None:
         config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or (
-            getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        ):
-            raise ModelError(
-                "config.layer_types",
-                sorted(kinds),
-                "full attention in every layer, without a sliding window",
-                "serve this model with SGLang",
-            )
-        if getattr(config, "attn_logit_softcapping", None):
-            raise ModelError(
-                "config.attn_logit_softcapping",
-                config.attn_logit_softcapping,
-                "attention without soft-capping",
-                "serve this model with SGLang",
-            )
+        _require_full_attention(config)
+        kv_heads, head_dim, self.dtype = _equal_heads(self._probe(model, config), config)
+        self.model = model
+        self.layers, self.kv_heads, self.head_dim = config.num_hidden_layers, kv_heads, head_dim
+        self.groups = config.num_attention_heads // kv_heads
+        self.vocab_size = int(config.vocab_size)
+        self.context_length = int(config.max_position_embeddings)
+
+    def _probe(self, model: Any, config: Any) -> _Probe:
+        """What each attention layer is called with; keeps the log-probs of transformers' own attention for `_verify`."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, _attend)
@@ -142,24 +174,7 @@ class KVModel:
                     f"an architecture that uses transformers' AttentionInterface ({type(error).__name__}: {error})",
                     "serve this model with SGLang",
                 ) from error
-        shapes = set(probe.layers.values())
-        if len(shapes) != 1 or sorted(probe.layers) != list(range(config.num_hidden_layers)):
-            raise ModelError(
-                "config.model_type",
-                config.model_type,
-                f"attention layers 0..{config.num_hidden_layers - 1} with equal heads, got {sorted(map(str, shapes))}",
-                "serve this model with SGLang",
-            )
-        kv_heads, head_dim, value_dim, dtype = shapes.pop()
-        if head_dim != value_dim:
-            raise ModelError(
-                "config.model_type", config.model_type, "keys and values of equal size", "serve it with SGLang"
-            )
-        self.model = model
-        self.layers, self.kv_heads, self.head_dim, self.dtype = len(probe.layers), kv_heads, head_dim, dtype
-        self.groups = config.num_attention_heads // kv_heads
-        self.vocab_size = int(config.vocab_size)
-        self.context_length = int(config.max_position_embeddings)
+        return probe
 
     @staticmethod
     def _plain_log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Field names, defaults and answer layout follow SGLang 0.5.15.post1 (`managers/io_struct.py` GenerateReqInput,
 `sampling/sampling_params.py`, `managers/session_controller.py`). Stricter than SGLang in one way: a field or a sampling
-parameter that is not served is refused with its name, never ignored.
+parameter that is not served is refused with its name, never ignored. It runs no model and opens no socket.
 """
 
 from __future__ import annotations
@@ -212,6 +212,66 @@ def _token_ids(name: str, value: Any, vocab_size: int) -> IntArray:
     return np.array(value, dtype=np.int64)
 
 
+def _patterns(name: str, value: Any) -> tuple[re.Pattern[str], ...]:
+    patterns = []
+    for pattern in _strings(name, value):
+        try:
+            patterns.append(re.compile(pattern))
+        except re.error as error:
+            raise refuse(name, pattern, f"a valid regular expression ({error})") from None
+    return tuple(patterns)
+
+
+def _sampling_params(value: Any) -> dict[str, Any]:
+    """The object, with no parameter in it that is not served (but for values that mean "off")."""
+    params = {} if value is None else value
+    if not isinstance(params, dict):
+        raise refuse("sampling_params", params, "an object")
+    for name, given in params.items():
+        if name in _NEUTRAL:
+            if given is not None and (isinstance(given, (bool, str)) or given not in _NEUTRAL[name]):
+                raise refuse(f"sampling_params.{name}", given, "a parameter that this server serves", "remove it")
+        elif name not in _PARAMS:
+            raise refuse(f"sampling_params.{name}", given, f"one of {sorted(_PARAMS)}", "remove it")
+    return params
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """How the tokens of one request are drawn, as asked for."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> _Draw:
+        temperature = _number("sampling_params.temperature", params.get("temperature"), 1.0)
+        if temperature < 0.0:
+            raise refuse("sampling_params.temperature", temperature, "at least 0 (0 is greedy)")
+        top_p = _number("sampling_params.top_p", params.get("top_p"), 1.0)
+        if not 0.0 < top_p <= 1.0:
+            raise refuse("sampling_params.top_p", top_p, "a number in (0, 1]")
+        top_k = _integer("sampling_params.top_k", params.get("top_k"), -1, -1)
+        if top_k == 0:
+            raise refuse("sampling_params.top_k", 0, "-1 (whole vocabulary) or at least 1")
+        min_p = _number("sampling_params.min_p", params.get("min_p"), 0.0)
+        if not 0.0 <= min_p <= 1.0:
+            raise refuse("sampling_params.min_p", min_p, "a number in [0, 1]")
+        seed = params.get("sampling_seed")
+        if seed is None:
+            seed = secrets.randbits(64)
+        else:
+            seed = _integer("sampling_params.sampling_seed", seed, 0, -(2**63), 2**64 - 1) % 2**64
+        return cls(temperature, top_p, top_k, min_p, seed)
+
+
 class RequestParser:
     """Checks /generate bodies against one served model. Every fault raises DataError that names the field."""
 
@@ -290,47 +350,11 @@ class RequestParser:
             turn = sessions.begin(options["session_params"], rid, ids, self.model.bos_id)
             ids = turn.input_ids
         n = len(ids)
-        params = options["sampling_params"] if options["sampling_params"] is not None else {}
-        if not isinstance(params, dict):
-            raise refuse("sampling_params", params, "an object")
-        for name, value in params.items():
-            if name in _NEUTRAL:
-                if value is not None and (isinstance(value, (bool, str)) or value not in _NEUTRAL[name]):
-                    raise refuse(f"sampling_params.{name}", value, "a parameter that this server serves", "remove it")
-            elif name not in _PARAMS:
-                raise refuse(f"sampling_params.{name}", value, f"one of {sorted(_PARAMS)}", "remove it")
+        params = _sampling_params(options["sampling_params"])
         max_new = _integer("sampling_params.max_new_tokens", params.get("max_new_tokens"), _DEFAULT_MAX_NEW_TOKENS, 0)
-        if n + max_new > self.model.max_tokens:
-            raise refuse(
-                "input_ids",
-                f"{n} tokens + max_new_tokens={max_new}",
-                f"at most {self.model.max_tokens} tokens together (context length and cache_tokens)",
-                "shorten the input, lower max_new_tokens, or raise cache_tokens",
-            )
-        temperature = _number("sampling_params.temperature", params.get("temperature"), 1.0)
-        if temperature < 0.0:
-            raise refuse("sampling_params.temperature", temperature, "at least 0 (0 is greedy)")
-        top_p = _number("sampling_params.top_p", params.get("top_p"), 1.0)
-        if not 0.0 < top_p <= 1.0:
-            raise refuse("sampling_params.top_p", top_p, "a number in (0, 1]")
-        top_k = _integer("sampling_params.top_k", params.get("top_k"), -1, -1)
-        if top_k == 0:
-            raise refuse("sampling_params.top_k", 0, "-1 (whole vocabulary) or at least 1")
-        min_p = _number("sampling_params.min_p", params.get("min_p"), 0.0)
-        if not 0.0 <= min_p <= 1.0:
-            raise refuse("sampling_params.min_p", min_p, "a number in [0, 1]")
-        seed = params.get("sampling_seed")
-        seed = (
-            secrets.randbits(64)
-            if seed is None
-            else _integer("sampling_params.sampling_seed", seed, 0, -(2**63), 2**64 - 1) % 2**64
-        )
-        patterns = []
-        for pattern in _strings("sampling_params.stop_regex", params.get("stop_regex")):
-            try:
-                patterns.append(re.compile(pattern))
-            except re.error as error:
-                raise refuse("sampling_params.stop_regex", pattern, f"a valid regular expression ({error})") from None
+        self._require_room(n, max_new)
+        draw = _Draw.of(params)
+        patterns = _patterns("sampling_params.stop_regex", params.get("stop_regex"))
         _boolean("sampling_params.spaces_between_special_tokens", params.get("spaces_between_special_tokens"), True)
         return_logprob = _boolean("return_logprob", options["return_logprob"], False)
         start = _integer("logprob_start_len", options["logprob_start_len"], -1, -1)
@@ -338,21 +362,21 @@ class RequestParser:
             raise refuse("logprob_start_len", start, f"at most the {n} input tokens")
         top_num = _integer("top_logprobs_num", options["top_logprobs_num"], 0, 0, self.model.vocab_size)
         chosen = options["token_ids_logprob"]
-        truncated = _truncated_logprobs(params.get("custom_params"), return_logprob and temperature >= _GREEDY_BELOW)
+        truncated = _truncated_logprobs(params.get("custom_params"), return_logprob and not draw.greedy)
         job = Job(
             rid=rid,
             input_ids=np.array(ids, dtype=np.int64),
             max_new_tokens=max_new,
-            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
+            temperature=0.0 if draw.greedy else draw.temperature,
+            top_k=draw.top_k,
+            top_p=draw.top_p,
+            min_p=draw.min_p,
+            seed=draw.seed,
             stop_mask=self._stop_mask(
                 params.get("stop_token_ids"), _boolean("sampling_params.ignore_eos", params.get("ignore_eos"), False)
             ),
             stop=_strings("sampling_params.stop", params.get("stop")),
-            stop_regex=tuple(patterns),
+            stop_regex=patterns,
             return_logprob=return_logprob,
             logprob_start=start if return_logprob and start >= 0 else n,
             top_logprobs_num=top_num if return_logprob else 0,
@@ -367,6 +391,15 @@ class RequestParser:
             _boolean("sampling_params.no_stop_trim", params.get("no_stop_trim"), False),
             turn,
         )
+
+    def _require_room(self, n: int, max_new: int) -> None:
+        if n + max_new > self.model.max_tokens:
+            raise refuse(
+                "input_ids",
+                f"{n} tokens + max_new_tokens={max_new}",
+                f"at most {self.model.max_tokens} tokens together (context length and cache_tokens)",
+                "shorten the input, lower max_new_tokens, or raise cache_tokens",
+            )
 
     def _stop_mask(self, ids: Any, ignore_eos: bool) -> BoolArray:
         """True at the ids that end an output. The last mask is kept: the items of a batch nearly always share it."""

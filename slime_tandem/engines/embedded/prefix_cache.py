@@ -1,7 +1,8 @@
 """Remembers which token prefixes have their keys and values in the pool: a radix tree from token ids to pool locations.
 
 Page size is one token. The tree holds no tensors. Sequences copy what they need out of the pool when they are admitted, so
-entries need no locks: anything not touched in the current epoch may be evicted, least recently used leaves first.
+entries need no locks: anything not touched in the current epoch may be evicted, least recently used leaves first. It runs no
+model.
 """
 
 from __future__ import annotations

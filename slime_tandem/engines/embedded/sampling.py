@@ -6,7 +6,8 @@ A request that is retried, resumed with its own output as input, re-ordered or b
 
 Log-probs follow SGLang 0.5.15.post1 (`layers/sampler.py`): the log-softmax over the full vocabulary of logits / temperature;
 for greedy rows (temperature 0) at temperature 1. A truncation narrows the draw, the log-prob returned is of the full,
-untruncated distribution; what was kept is returned beside it (`objective.truncation` has the rules and the order).
+untruncated distribution; what was kept is returned beside it (`objective.truncation` has the rules and the order). It knows no
+request and no stop.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_fault_in_a_step_answers_500_and_the_engine_goes_on(
     # The test breaks the thread on purpose; the traceback that pytest reports is the one meant for the server's log.
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )
-def test_a_broken_engine_thread_is_told_to_everyone(
+def test_a_broken_engine_thread_is_reported_to_everyone(
     make_runner: RunnerFactory, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner()

@@ -1,0 +1,92 @@
+"""What is measured of a step's responses, under the names of report/metrics.py: by the samples, their tasks, their teachers.
+
+Pure: it starts no rollout and writes no file, and knows nothing of the update (`trainer.py` measures that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime_tandem.distill.alignment import UNALIGNED_REASONS
+from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.types import ScoredSample
+
+
+def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: frozenset[int]) -> dict[str, float | None]:
+    """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure.
+
+    `eos_ids` are the senior's ends of turn.
+    """
+    metrics: dict[str, float | None] = {
+        **response_metrics(scored),
+        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
+    }
+    metrics.update(teacher_metrics(scored, eos_ids))
+    return metrics
+
+
+def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
+    """What can be said of responses without their tasks and teachers."""
+    samples = [s.sample for s in scored]
+    tokens = np.array([len(s.response_ids) for s in samples])
+    senior = np.array([s.senior_tokens for s in samples])
+    junior = np.array([s.junior_tokens for s in samples])
+    total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
+    by_task = [h["mean"] for h in reward_histograms([s.reward for s in scored], [s.prompt.task for s in samples])]
+    return {
+        "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
+        **{f"rollout/reward_{name}": v for name, v in reward_quantiles([s.reward for s in scored]).items()},
+        "rollout/reward_worst_task": min(by_task),
+        "rollout/reward_best_task": max(by_task),
+        "rollout/response_tokens_mean": float(tokens.mean()),
+        "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "tandem/senior_token_fraction": float(senior.sum() / total),
+        "tandem/junior_token_fraction": float(junior.sum() / total),
+        "tandem/switches_per_seq": float(np.mean([s.switches for s in samples])),
+        "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
+        "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
+        "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
+        "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),
+    }
+
+
+def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:
+    """`opd/teacher_kl`: mean of log pi_student - log pi_teacher over aligned senior tokens, nats; coverage; what is masked.
+
+    `opd/eos_coverage` and `opd/eos_kl` are the same two of ends of turn alone: without a value there nothing holds the
+    length of responses, and a student whose end of turn the teacher does not know writes longer and longer (ms-swift #9526).
+    """
+    with_teacher = [(s.sample, s.teacher) for s in scored if s.teacher is not None]
+    out: dict[str, float | None] = {
+        "opd/teacher_kl": None,
+        "opd/coverage": None,
+        "opd/eos_coverage": None,
+        "opd/eos_kl": None,
+    }
+    out.update(dict.fromkeys(f"opd/unaligned_{reason}" for reason in UNALIGNED_REASONS))
+    if not with_teacher:
+        return out
+    deltas = np.concatenate(
+        [
+            (np.asarray(s.log_probs) - a.log_probs)[a.mask & (np.asarray(s.authorship_mask) == 1)]
+            for s, a in with_teacher
+        ]
+    )
+    out["opd/teacher_kl"] = float(deltas.mean()) if deltas.size else None
+    masks = np.concatenate([a.mask[np.asarray(s.loss_mask) == 1] for s, a in with_teacher])
+    out["opd/coverage"] = float(masks.mean()) if masks.size else None
+    ends = [
+        (a.mask[-1], s.log_probs[-1] - a.log_probs[-1])
+        for s, a in with_teacher
+        if s.response_ids and s.response_ids[-1] in eos_ids
+    ]
+    if ends:
+        out["opd/eos_coverage"] = float(np.mean([known for known, _ in ends]))
+        known_ends = [delta for known, delta in ends if known]
+        out["opd/eos_kl"] = float(np.mean(known_ends)) if known_ends else None
+    for reason in UNALIGNED_REASONS:
+        out[f"opd/unaligned_{reason}"] = float(sum(a.unaligned[reason] for _, a in with_teacher))
+    return out
