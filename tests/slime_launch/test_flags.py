@@ -340,7 +340,7 @@ def test_rewards_are_slimes() -> None:
     reason="needs SLIME_DIR and MEGATRON_LM_DIR (checkouts) and SLIME_TANDEM_SLIME_PYTHON (has sglang, sglang_router, ray)",
 )
 def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> None:
-    path = [str(Path(cli.__file__).parents[1]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
+    path = [str(Path(__file__).parents[2]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("SLIME_TANDEM_SLIME_PATH", "")])}
     config = sized(
         objective={"kl_coef": 0.1},
@@ -375,3 +375,11 @@ def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> No
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "slime knows nothing of: --rollout-temprature 1"
+    launch = plan(sized(objective={"kl_coef": 0.1}), tmp_path)
+    launch.write()
+    done = subprocess.run([*python, *launch.flags], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = [*python, *launch.flags, "--use-unbiased-kl"]
+    done = subprocess.run(refused, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "hooks refuse --use-unbiased-kl=True" in done.stderr
