@@ -36,7 +36,7 @@ def test_a_rule_asks_of_a_flag_only_where_it_holds() -> None:
     rule.check(Job(Namespace(), RunConfig()))
     rule.check(Job(Namespace(a_b=0), RunConfig()))
     rule.check(Job(Namespace(a_b=1), alone))
-    with pytest.raises(ConfigError, match=r"^--a-b=1: expected no 42\. Remedy: remove it\.$"):
+    with pytest.raises(ConfigError, match=r"^--a-b=1: expected no 0\. Remedy: remove it\.$"):
         rule.check(Job(Namespace(a_b=1), RunConfig()))
 
 
