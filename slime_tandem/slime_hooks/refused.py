@@ -143,7 +143,9 @@ _NEVER = (
     _never(
         "--rollout-stop-token-ids", "a turn ends at the ids of the model folder", "put them into generation_config.json"
     ),
-    _never("--use-critic", "advantages are relative to the group"),
+    _never(
+        "--use-critic", "advantages are relative to the group", "set --advantage-estimator grpo: slime sets it with ppo"
+    ),
     Rule("--use-opd", "not to be set: the signal would be applied twice", f"remove it; {KEY}.opd does it"),
     _never("--prefill-num-servers", "the models are in --sglang-config", planned=True),
     _never(
