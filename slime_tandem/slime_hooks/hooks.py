@@ -1,4 +1,4 @@
-"""The functions that slime's flags name (docs/slime.md has the table). Each takes slime's objects apart and calls what exists.
+"""The functions that slime's flags name (docs/slime-reference.md has the table). Each takes slime's objects apart and calls what exists.
 
 Processes: generate, score_sample, reward, log_rollout, log_eval and reward_post_process run in slime's rollout manager;
 advantages, data_post_process, before_train_step, loss and megatron_init in every trainer rank. slime and Megatron are imported
