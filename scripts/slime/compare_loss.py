@@ -6,7 +6,7 @@
 WORK is the folder of a run of real_run.py. The samples of its dump go through slime's conversion, schedule, micro-batches and
 loss function, with the logits of the local runtime's Megatron model in float32; the local trainer gets the same samples.
 `FOLDER`: the weights that the rollout was trained from (default: those of the start, right for rollout 0). `TRIO`: the folder
-of senior, junior and teacher, for a dump of another machine. What slime logged, in bfloat16, is told beside it. Ends with 1
+of senior, junior and teacher, for a dump of another machine. What slime logged, in bfloat16, is printed beside it. Ends with 1
 where the two losses differ by more than 1e-4. slime asks for a GPU when it is imported: the script starts itself again with
 scripts/slime/shim first on the path. --help needs none of slime, Megatron and ray.
 """

@@ -127,7 +127,7 @@ def asynchronous(a):
 
 
 def slime_flags(a, config):
-    """Everything that train.py is told."""
+    """Every flag of train.py."""
     senior = a.models / "senior"
     positions = json.loads((senior / "config.json").read_text())["max_position_embeddings"]
     flags, switches = server_flags(a)
@@ -310,7 +310,7 @@ def main():
         config = a.work / "tandem.yaml"
         section = settings(a, {name: s.url for name, s in servers.items()})
         config.write_text(yaml.safe_dump(section, sort_keys=False))
-        # The last of a repeated flag counts: what the machine needs stands behind what the fused engine is told.
+        # The last of a repeated flag counts: what the machine needs stands behind the flags of the fused engine.
         flags = (fused_flags(a, env, section) if a.fused else []) + slime_flags(a, config)
         (a.work / "command.txt").write_text(f"{a.entry} {shlex.join(flags)}\n")
         start = [

@@ -26,7 +26,7 @@ _COLUMNS = {
 def read(log):
     """({rollout: {metric: value}}, [(rollout, sent, received, tokens)], peak bytes of a trainer rank) of a log.
 
-    A resumed run's lines come later and count; ranks that received the same are told once.
+    A resumed run's lines come later and count; ranks that received the same are listed once.
     """
     steps, sums, sent, peak = {}, [], {}, 0
     for line in log.read_text(errors="replace").splitlines():

@@ -73,14 +73,20 @@ need_slime() {
   if [[ "$NODES" -gt 1 && -z "${RAY_DASHBOARD:-}" && "$MASTER_ADDR" == 127.* ]]; then
     refuse MASTER_ADDR "$MASTER_ADDR" "an address that the other machines reach, with NODES=$NODES" "set it to this machine's"
   fi
+  # Ray's dashboard on this machine is behind no proxy, for `ray job submit` neither.
+  export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}${NO_PROXY:+,$NO_PROXY}"
+  export NO_PROXY="$no_proxy"
   export SLIME_DIR MEGATRON_LM_DIR
   export PYTHONPATH="$REPO:$SLIME_DIR:$MEGATRON_LM_DIR${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# wait_for NAME URL [PID]: until the URL answers; fails after SERVER_TIMEOUT seconds, or at once when the process is gone.
+# wait_for NAME URL [PID]: until the URL answers; fails after SERVER_TIMEOUT seconds, or at once when the process is gone. Past every
+# proxy, as the hooks ask their servers; a Ray elsewhere (RAY_DASHBOARD) is asked as `ray job submit` asks it.
 wait_for() {
   local end=$((SECONDS + SERVER_TIMEOUT))
-  until curl --silent --fail --max-time 10 --output /dev/null "$2"; do
+  local -a direct=(--noproxy '*')
+  [[ "$1" != RAY_DASHBOARD ]] || direct=()
+  until curl "${direct[@]}" --silent --fail --max-time 10 --output /dev/null "$2"; do
     if [[ -n "${3:-}" ]] && ! kill -0 "$3" 2> /dev/null; then
       refuse "$1" "ended" "a server that answers $2" "see its log in $OUTPUT_ROOT"
     fi

@@ -44,12 +44,12 @@ def kept_coef(folder: Path | None, rollout_id: int) -> float | None:
 @dataclass
 class AdaptiveCoef:
     """`value` now. `total` adds a number up over the ranks; `keep`: the file that this rank appends to, None for no file;
-    `tells`: whether this rank logs."""
+    `logs`: whether this rank does."""
 
     objective: ObjectiveConfig
     total: Callable[[float], float]
     keep: Path | None = None
-    tells: bool = True
+    logs: bool = True
     value: float = field(init=False)
     _rollout_id: int = -1
     _left: int = 0
@@ -68,7 +68,7 @@ class AdaptiveCoef:
 
     def start_step(self, rollout_id: int, micro_batches: int, rollouts: int, *, last: bool, weighted: bool) -> None:
         """An optimizer step begins: its micro-batches on this rank, the rollouts that slime divides by, whether it is the last
-        of `rollout_id`, and whether any token carries weight (an update without one tells nothing of the KL)."""
+        of `rollout_id`, and whether any token carries weight (an update without one measures no KL)."""
         self._rollout_id, self._left, self._rollouts = rollout_id, micro_batches, rollouts
         self._last, self._weighted, self._kl = last, weighted, 0.0
 
@@ -88,7 +88,7 @@ class AdaptiveCoef:
         before = self.value
         if self._weighted:
             self.value = adapted_coef(before, mean, self.objective)
-        if self.tells:
+        if self.logs:
             change = f"kl_coef {before:.6g} -> {self.value:.6g}"
             logger.info(f"slime_tandem rollout {self._rollout_id}: KL {mean:.6g}, {change}")
         if self._last and self.keep is not None:

@@ -51,7 +51,7 @@ class MessagesDataSource:
                 raw, tools=sample.metadata.get("tools"), tokenize=False, add_generation_prompt=True, **kwargs
             )
         if args.rollout_max_prompt_len is not None and args.apply_chat_template:
-            # slime could not tell the length of what was not rendered yet.
+            # slime did not know the length of what was not rendered yet.
             dataset.origin_samples = filter_long_prompt(
                 dataset.origin_samples, tokenizer, None, args.rollout_max_prompt_len
             )

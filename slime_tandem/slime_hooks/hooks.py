@@ -1,4 +1,4 @@
-"""The functions that slime's flags name (docs/slime.md has the table). Each takes slime's objects apart and calls what exists.
+"""What slime's flags name (the table: docs/slime-reference.md). Each takes slime's objects apart and calls what exists.
 
 Processes: generate, score_sample, reward, log_rollout, log_eval and reward_post_process run in slime's rollout manager;
 advantages, data_post_process, before_train_step, loss and megatron_init in every trainer rank. slime and Megatron are imported
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.slime_hooks.state import STATE, Parked
 from slime_tandem.tasks.families import extract_answer, label_reward
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
@@ -94,7 +95,7 @@ def log_rollout(
     rollout_id: int, args: Any, samples: Sequence[Any], rollout_extra_metrics: Any, rollout_time: float
 ) -> bool:
     """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
-    args.logged_rollout_id = rollout_id
+    args.logged_rollout_id = rollout_id  # for slime's contract tests; reward_post_process names it in our log, too
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
@@ -105,7 +106,7 @@ def log_rollout(
 
 def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: Any) -> bool:
     """`--custom-eval-rollout-log-function-path`: who wrote what in co-written evaluation sets; slime logs their rewards."""
-    args.logged_eval_rollout_id = rollout_id
+    args.logged_eval_rollout_id = rollout_id  # for slime's contract tests alone, which ask whether the hook ran
     for name, found in data.items():
         written = [
             s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None
@@ -147,7 +148,7 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         s.loss_mask = ((row.weights > 0) | (row.opd_weights > 0) | (pulled > 0)).astype(int).tolist()
         s.remove_sample = False
     for s in samples:
-        # As float32, so that the trainer can compare the two seats token for token.
+        # As float32, so that the trainer can compare the two fields token for token.
         s.rollout_log_probs = getattr(s, wire.CARRIER)[:, wire.OLD].tolist()
     total = wire.checksum([getattr(s, wire.CARRIER) for s in samples], [s.index for s in samples])
     rollout_id = getattr(args, "logged_rollout_id", None)
@@ -184,20 +185,6 @@ def _report(
 # ---- trainer ----
 
 
-@dataclass
-class _Parked:
-    """The rollout that is trained on, between the hooks of one trainer process; `channels`: None on a pipeline stage without
-    the loss. `weighted`: of each optimizer step, whether any token of any rank carries policy-gradient weight."""
-
-    rollout_data: dict[str, Any]
-    channels: list[Tensor] | None = None
-    weighted: list[bool] = field(default_factory=list)
-
-
-_parked: _Parked | None = None
-_coef: AdaptiveCoef | None = None
-
-
 def megatron_init(args: Any) -> None:
     """`--custom-megatron-init-path`: check the settings on every trainer rank, before a model is built; log what runs."""
     import megatron.core
@@ -209,16 +196,15 @@ def megatron_init(args: Any) -> None:
 
 
 def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
-    """`--custom-advantage-function-path`: take the channels out of their seat and put the advantages into slime's.
+    """`--custom-advantage-function-path`: take the channels out of their key and put the advantages into slime's.
 
     slime averages `teacher_log_probs` as [R] for its log; it gets the teacher's own back until training starts.
     """
-    global _parked
     channels = wire.carried(rollout_data)
     logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
     if (config := settings(args)).objective.rollout_weights == "masked":
         channels = _bounded(channels, rollout_data["log_probs"], config)
-    _parked = _Parked(rollout_data, channels)
+    STATE.trainer.parked = Parked(rollout_data, channels)
     rewards = rollout_data["rewards"]
     rollout_data["advantages"] = [torch.full_like(c[:, 0], r) for c, r in zip(channels, rewards, strict=True)]
     rollout_data["returns"] = list(rollout_data["advantages"])
@@ -261,19 +247,21 @@ def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> st
 
 def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """`--rollout-data-postprocess-path`: scale the weights of each optimizer step by its totals over all ranks."""
-    global _parked
-    args.rollout_data_postprocess_called = True
-    if _parked is None or _parked.rollout_data is not rollout_data or _parked.channels is None:
-        _parked = _Parked(rollout_data)  # a pipeline stage without the loss, or a rollout without our advantages
+    args.rollout_data_postprocess_called = True  # for slime's contract tests alone, which ask whether the hook ran
+    parked = STATE.trainer.parked
+    if parked is None or parked.rollout_data is not rollout_data or parked.channels is None:
+        STATE.trainer.parked = Parked(
+            rollout_data
+        )  # a pipeline stage without the loss, or a rollout without our advantages
         return
-    channels = _parked.channels
+    channels = parked.channels
     ends = torch.tensor(rollout_data["num_microbatches"]).cumsum(0).tolist()
     batches, at = rollout_data["micro_batch_indices"], 0
     for end, rollouts in zip(ends, rollout_data["global_batch_sizes"], strict=True):
         mine = [i for part in batches[at:end] for i in part]
         at = end
         totals = _totals([channels[i] for i in mine], rollouts)
-        _parked.weighted.append(totals.pg > 0)
+        parked.weighted.append(totals.pg > 0)
         for i in mine:
             channels[i] = wire.normalise(channels[i], totals, settings(args).objective.reduction)
 
@@ -293,44 +281,44 @@ def _totals(channels: Sequence[Tensor], rollouts: int) -> wire.StepTotals:
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: put the channels back into their seat, for the loss.
+    """`--custom-megatron-before-train-step-hook-path`: put the channels back under their key, for the loss.
 
     Where sampling was truncated, the old policy is found here, by a forward pass before the rollout's first step.
     """
-    if _parked is None:
+    parked = STATE.trainer.parked
+    if parked is None:
         return
-    data, config = _parked.rollout_data, settings(args)
+    data, config = parked.rollout_data, settings(args)
     if config.sampling.truncates and step_id == 0:
         from slime.backends.megatron_utils.data import get_data_iterator
         from slime.backends.megatron_utils.model import forward_only
 
         found = forward_only(_both_log_probs, args, model, get_data_iterator(data), data["num_microbatches"])
-        if _parked.channels is not None:
-            for c, full, kept in zip(_parked.channels, found["full"], found["kept"], strict=True):
+        if parked.channels is not None:
+            for c, full, kept in zip(parked.channels, found["full"], found["kept"], strict=True):
                 c[:, wire.OLD] = torch.where(c[:, wire.JUNIOR] > 0, full, kept)
-    if _parked.channels is None:
+    if parked.channels is None:
         return
-    data[wire.CARRIER] = _parked.channels
+    data[wire.CARRIER] = parked.channels
     if config.objective.kl_target is not None:
-        _start_adaptive_step(args, rollout_id, step_id, config, _parked)
+        _start_adaptive_step(args, rollout_id, step_id, config, parked)
 
 
-def _start_adaptive_step(args: Any, rollout_id: int, step_id: int, config: RunConfig, parked: _Parked) -> None:
-    global _coef
+def _start_adaptive_step(args: Any, rollout_id: int, step_id: int, config: RunConfig, parked: Parked) -> None:
     from megatron.core import mpu
 
-    if _coef is None:
+    if (coef := STATE.trainer.coef) is None:
         of_data = mpu.get_data_parallel_rank(with_context_parallel=True)
         first = of_data == 0 and mpu.get_tensor_model_parallel_rank() == 0
         save, load = (None if not (path := getattr(args, name, None)) else Path(path) for name in ("save", "load"))
         keep = save / adaptive.FILE if first and save is not None else None
-        _coef = AdaptiveCoef(config.objective, _over_ranks, keep, first)
+        coef = STATE.trainer.coef = AdaptiveCoef(config.objective, _over_ranks, keep, first)
         if rollout_id > 0:
-            _coef.restore(adaptive.kept_coef(load, rollout_id - 1))
+            coef.restore(adaptive.kept_coef(load, rollout_id - 1))
     data = parked.rollout_data
     batches, rollouts = data["num_microbatches"][step_id], data["global_batch_sizes"][step_id]
     last = step_id == len(data["num_microbatches"]) - 1
-    _coef.start_step(rollout_id, batches, rollouts, last=last, weighted=parked.weighted[step_id])
+    coef.start_step(rollout_id, batches, rollouts, last=last, weighted=parked.weighted[step_id])
 
 
 def _response_rows(logits: Tensor, where: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -389,11 +377,11 @@ def loss(
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
     config = settings(args)
-    seats = batch[wire.CARRIER]
-    if seats is None or any(c.dim() != 2 for c in seats):
+    parts = batch[wire.CARRIER]
+    if parts is None or any(c.dim() != 2 for c in parts):
         remedy = "add --custom-megatron-before-train-step-hook-path slime_tandem.slime_hooks.hooks.before_train_step"
         raise DataError(f"batch[{wire.CARRIER!r}]", "no channels", "our channels [R, C]", remedy)
-    channels = torch.cat(seats)
+    channels = torch.cat(parts)
     where = {
         "args": args,
         "unconcat_tokens": batch["unconcat_tokens"],
@@ -413,7 +401,7 @@ def loss(
         log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
     reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
     packed = wire.packed_tokens(channels, torch.cat(batch["advantages"]), reference, config.objective)
-    packed = replace(packed, sequences=_numbered(seats))
+    packed = replace(packed, sequences=_numbered(parts))
     if config.objective.rollout_weights != "none":  # slime computed these before the first step of the rollout
         packed = replace(packed, old_log_probs=torch.cat(batch["log_probs"]), rollout_log_probs=packed.old_log_probs)
     candidates = rest = None
@@ -421,6 +409,7 @@ def loss(
         candidates, rest = (
             f(rows, packed.candidate_ids, sampling.temperature, shards) for f in (log_probs_of, log_rest_of)
         )
+    coef = STATE.trainer.coef
     value, metrics = tandem_loss(
         log_probs,
         entropy,
@@ -430,18 +419,18 @@ def loss(
         config.opd,
         candidates,
         rest,
-        kl_coef=None if _coef is None else _coef.value,
-        sums=partial(_sums, len(seats)),
+        kl_coef=None if coef is None else coef.value,
+        sums=partial(_sums, len(parts)),
     )
-    if _coef is not None:
-        _coef.after_micro_batch(metrics["kl"])
+    if coef is not None:
+        coef.after_micro_batch(metrics["kl"])
     return value, dict(metrics)
 
 
-def _numbered(seats: Sequence[Tensor]) -> Tensor:
+def _numbered(parts: Sequence[Tensor]) -> Tensor:
     """[T] int64: which sample of the micro-batch each token belongs to; the same numbers on every context-parallel rank."""
-    lengths = torch.tensor([len(c) for c in seats], device=seats[0].device)
-    return torch.arange(len(seats), device=lengths.device).repeat_interleave(lengths)
+    lengths = torch.tensor([len(c) for c in parts], device=parts[0].device)
+    return torch.arange(len(parts), device=lengths.device).repeat_interleave(lengths)
 
 
 def _sums(count: int, values: Tensor, sequences: Tensor) -> Tensor:

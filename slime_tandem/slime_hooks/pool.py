@@ -53,7 +53,7 @@ class WorkerPool:
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.get(f"{self.router}/workers") as answer,
             ):
-                told = [
+                listed = [
                     (worker["url"], worker.get("worker_type", "regular")) for worker in (await answer.json())["workers"]
                 ]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
@@ -61,12 +61,12 @@ class WorkerPool:
             raise EngineUnavailableError(
                 f"{self.role} router {self.router}/workers", why, "a list of workers", remedy
             ) from error
-        for url, kind in told:
+        for url, kind in listed:
             if kind != "regular":
                 expected = "regular workers: a response's runs continue on the server that holds its prefix"
                 where = f"worker_type of {self.role} {url}"
                 raise ConfigError(where, kind, expected, "do not split prefill and decode")
-        urls = [str(url) for url, _ in told]
+        urls = [str(url) for url, _ in listed]
         if not urls:
             raise EngineUnavailableError(f"{self.role} router {self.router}", [], "a worker", remedy)
         for url in urls:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,9 @@ from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.slime_hooks import wire
 from slime_tandem.slime_hooks.pool import WorkerPool
-from slime_tandem.slime_hooks.settings import scores_by_id, settings
+from slime_tandem.slime_hooks.refused import scores_by_id
+from slime_tandem.slime_hooks.settings import settings
+from slime_tandem.slime_hooks.state import STATE
 from slime_tandem.team.roster import Roster
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
 
@@ -137,7 +138,7 @@ class Runtime:
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
         if response.prompt.metadata.get("tools"):
-            expected = "none with opd.enabled=true, teachers are not told of tools"
+            expected = "none with opd.enabled=true, teachers are not given tools"
             raise DataError(f"tools of sample {sample.index}", "a list", expected, "remove them")
         (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
@@ -163,24 +164,20 @@ def sampling_of(params: Mapping[str, Any], config: RunConfig, *, evaluation: boo
 
 # ---- one per process and event loop ----
 
-_installed: Runtime | None = None
-_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Runtime]] = weakref.WeakKeyDictionary()
-
 
 def use(runtime: Runtime | None) -> None:
     """Let the hooks of this process use this one (None: make one when it is needed)."""
-    global _installed
-    _installed = runtime
+    STATE.manager.installed = runtime
 
 
 async def current(args: Any) -> Runtime:
     """The runtime of this event loop; made from slime's arguments when there is none."""
-    if _installed is not None:
-        return _installed
-    loop = asyncio.get_running_loop()
-    if loop not in _running:
-        _running[loop] = loop.create_task(connect(args))
-    return await asyncio.shield(_running[loop])
+    manager, loop = STATE.manager, asyncio.get_running_loop()
+    if manager.installed is not None:
+        return manager.installed
+    if loop not in manager.running:
+        manager.running[loop] = loop.create_task(connect(args))
+    return await asyncio.shield(manager.running[loop])
 
 
 async def connect(args: Any) -> Runtime:

@@ -1,7 +1,7 @@
-"""The one place that knows slime's seats: which field of a sample, and which key of a batch, carries what of ours.
+"""The one place that knows slime's fields: which of a sample, and which key of a batch, carries what of ours.
 
 slime ships a fixed list of keys from its rollout manager to its trainers and casts loss masks to int on the way. Our
-per-token numbers therefore travel as one float tensor [R, C] in `sample.teacher_log_probs`, the one seat that is cast to
+per-token numbers therefore travel as one float tensor [R, C] in `sample.teacher_log_probs`, the one field that is cast to
 float32, partitioned over data-parallel ranks and sliced for context parallelism along its first axis. What a response
 is beside its tokens (authors, runs, teacher scores) stays in `sample.metadata`, for dumps and for resumed samples.
 
@@ -39,7 +39,7 @@ from slime_tandem.types import (
 )
 
 CARRIER = "teacher_log_probs"
-"""The seat of the channels, in a sample and in a batch."""
+"""The field of a sample and key of a batch that the channels travel in."""
 RECORD = "slime_tandem"
 """The key of `sample.metadata` under which a response's record stands."""
 SCORES = "slime_tandem_scores"
@@ -131,7 +131,7 @@ def packed_tokens(
 def carried(batch: Mapping[str, Any]) -> list[Tensor]:
     """The channels of a batch, one [r, C] per sample (r: the tokens of this context-parallel rank).
 
-    Raises DataError where the seat is empty, holds something else, or does not lie token for token on `rollout_log_probs`,
+    Raises DataError where the key is empty, holds something else, or does not lie token for token on `rollout_log_probs`,
     which slime slices on its own.
     """
     remedy = (

@@ -6,12 +6,10 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -19,17 +17,14 @@ import yaml
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
-from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.slime_hooks.settings import check_flags
-from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Layout, check_sglang_config, layout, sglang_config, to_yaml
-from slime_tandem.slime_launch.memory import GIB, RESERVED, engine_memory, host_bytes, trainer_memory
+from slime_tandem.slime_hooks.refused import KEY
+from slime_tandem.slime_launch.budgets import check_context, check_memory
+from slime_tandem.slime_launch.layout import Layout, layout, sglang_config, to_yaml
+from slime_tandem.slime_launch.prompts import prompt_data
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
-from slime_tandem.types import Prompt
+from slime_tandem.slime_launch.user_flags import accepted, split
 
 PACKAGE = "slime_tandem.slime_hooks"
-SETTINGS_KEY = "slime_tandem"
-"""The one key of the `--custom-config-path` file. slime sets every key of it on its arguments: a section named `optimizer` at
-the top would replace Megatron's `--optimizer`."""
 HOOKS: dict[str, str] = {
     "--data-source-path": "data_source.MessagesDataSource",
     "--custom-generate-function-path": "hooks.generate",
@@ -51,26 +46,14 @@ WITH_JUNIOR = "hooks.generate_with_junior"
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
 LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
-"""Sections that are told to slime by flags alone: its hooks refuse them in the settings file."""
+"""Sections that slime has by flags alone: its hooks refuse them in the settings file."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
-_FORBIDDEN: dict[str, str] = {
-    "--use-routing-replay": "a junior's tokens have no routes to replay",
-    "--use-rollout-routing-replay": "a junior's tokens have no routes to replay",
-    "--normalize-advantages": "whitening behind the advantages would undo groups and weights",
-    "--calculate-per-token-loss": "our terms are means over weights already",
-    "--use-opd": "the teacher's signal would be applied twice, opd.enabled does it",
-    "--use-tis": "our loss does not read it, objective.rollout_weights does it",
-    "--prefill-num-servers": "the models are in --sglang-config",
-    "--rollout-external-engine-addrs": "slime takes no --sglang-config with it; name servers of your own by engine.*_url",
-}
-"""Flags of slime that do not go with this package, and why."""
-
 
 _FUSED_DEFAULTS = ("--sglang-attention-backend", "--sglang-sampling-backend", "--sglang-grammar-backend")
-"""What the fused engine is told on a GPU unless the user says otherwise."""
+"""What the fused engine takes on a GPU unless the user says otherwise."""
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
 """slime's rewards (slime/rollout/rm_hub/__init__.py, async_rm), each also behind `boxed_`; another fails at the first."""
 
@@ -119,23 +102,21 @@ def plan(
     place = layout(config)
     arches = {group.name: architecture(group.model) for group in place.groups}
     junior = architecture(config.models.junior) if fused else None
-    _within_context(config, arches, junior)
-    notes = [*_describe(place), *_memory(config, place, arches, junior)]
+    check_context(config, arches, junior)
+    notes = [*place.describe(), *check_memory(config, place, arches, junior)]
     folder = folder.resolve()
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
+    data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
     files = {
-        settings: yaml.safe_dump({SETTINGS_KEY: _settings(config)}, sort_keys=False, allow_unicode=True),
+        settings: yaml.safe_dump({KEY: _settings(config)}, sort_keys=False, allow_unicode=True),
         servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction)),
+        **prompt_files,
     }
-    data, prompt_files = _prompts(config, folder)
-    files |= prompt_files
-    arch = arches[ACTOR]
+    sizes = _sizes(config)
     flags = [
         *_placement(config, place),
         *_checkpoints(config),
-        *model_flags(arch),
-        # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
-        *(("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()),
+        *sizes,
         *data,
         *_rollout(config),
         *_objective(config),
@@ -143,47 +124,75 @@ def plan(
         *("--sglang-config", str(servers)),
         *("--sglang-mem-fraction-static", f"{config.cluster.mem_fraction:g}"),
         *("--custom-config-path", str(settings)),
+        *_hooks(config),
     ]
-    for flag, path in HOOKS.items():
-        flags += [flag, f"{PACKAGE}.{path}"]
+    environment: dict[str, str] = {}
+    extra = [*config.cluster.slime_flags, *extra]
+    if fused is not None:
+        environment, more = fused
+        flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
+    extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
+    notes += _sizes_only(config, place, flags, fused=fused is not None)
+    return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes)
+
+
+def _sizes(config: RunConfig) -> list[str]:
+    """The senior's, for Megatron."""
+    arch = architecture(config.models.senior)
+    # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
+    length = ("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()
+    return [*model_flags(arch), *length]
+
+
+def _hooks(config: RunConfig) -> list[str]:
+    """Every import string of ours; with `cluster.layer_spec=own` our layers, without what Transformer Engine or Apex fuse."""
+    flags = [word for flag, path in HOOKS.items() for word in (flag, f"{PACKAGE}.{path}")]
     if config.cluster.layer_spec == "own":
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
         flags += ["--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion"]
         flags += ["--cp-comm-type", "all_gather"]  # what the layer does, and all that Megatron takes with a local one
-    environment: dict[str, str] = {}
-    if fused is not None:
-        environment, more = fused
-        shared = any(group.shared for group in place.groups)
-        given = more[2:] if more[0] == "--hf-checkpoint" else more  # named above
-        theirs = split([*config.cluster.slime_flags, *extra])
-        for phase in ("", "decode-", "prefill-"):
-            if theirs.get(name := f"--sglang-{phase}attention-backend") == ["flashinfer"]:
-                expected = "another: its planner knows one model's heads, the fused engine refuses it"
-                raise ConfigError(name, "flashinfer", expected, "remove it")
-        for name in _FUSED_DEFAULTS:
-            if name in theirs and not "".join(theirs[name]):
-                raise ConfigError(name, "", "a backend of SGLang", "name one, or remove it")
-        for name, values in split(given).items():
-            left = name in _FUSED_DEFAULTS and name in theirs
-            if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
-                flags += [name, *values]
-    extra = _accepted(config, flags, [*config.cluster.slime_flags, *extra], place)
+    return flags
+
+
+def _of_fused_engine(more: Sequence[str], theirs: Mapping[str, Sequence[str]], *, shared: bool) -> list[str]:
+    """The fused engine's flags, without defaults that the user's replace; a copy of the weights in main memory where GPUs are
+    `shared` with the trainer. Raises ConfigError for a backend that it cannot take."""
+    for phase in ("", "decode-", "prefill-"):
+        if theirs.get(name := f"--sglang-{phase}attention-backend") == ["flashinfer"]:
+            expected = "another: its planner knows one model's heads, the fused engine refuses it"
+            raise ConfigError(name, "flashinfer", expected, "remove it")
+    for name in _FUSED_DEFAULTS:
+        if name in theirs and not "".join(theirs[name]):
+            raise ConfigError(name, "", "a backend of SGLang", "name one, or remove it")
+    flags: list[str] = []
+    for name, values in split(more[2:] if more[0] == "--hf-checkpoint" else more).items():  # that one is named already
+        left = name in _FUSED_DEFAULTS and name in theirs
+        if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
+            flags += [name, *values]
+    return flags
+
+
+def _server_urls(config: RunConfig) -> list[str]:
+    """Servers of the user's own that the run asks: junior's, teacher's, teachers'."""
     e = config.engine
-    urls = [
-        url
-        for url in (e.junior_url if config.tandem.enabled else None, e.teacher_url if config.opd.enabled else None)
-        if url
-    ]
-    urls += [t.url for t in config.opd.teachers if config.opd.enabled and t.url]
+    own = [e.junior_url if config.tandem.enabled else None]
+    if config.opd.enabled:
+        own += [e.teacher_url, *(t.url for t in config.opd.teachers)]
+    return [url for url in own if url]
+
+
+def _sizes_only(config: RunConfig, place: Layout, flags: Sequence[str], *, fused: bool) -> list[str]:
+    """Notes of a plan that cannot be started, because models are named by a published size."""
     inside = (config.models.junior,) if fused else ()
-    for model in (config.models.senior, *inside, *(group.model for group in place.groups[1:])):
-        if model in PUBLISHED:
-            notes.append(f"sizes only: {model} is a published size, name its folder to train")
+    models = (config.models.senior, *inside, *(group.model for group in place.groups[1:]))
+    notes = [
+        f"sizes only: {model} is a published size, name its folder to train" for model in models if model in PUBLISHED
+    ]
     if fused and "--sglang-json-model-override-args" not in flags:
         missing = "--sglang-json-model-override-args and the boundary tables"
         notes.append(f"sizes only: {missing} of the fused engine are made from the folders of senior and junior")
-    return Plan(place, environment, [*flags, *extra], files, urls, notes)
+    return notes
 
 
 def _not_under_slime(config: RunConfig) -> None:
@@ -226,16 +235,6 @@ def _holds_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", ".metadata", "latest_checkpointed_iteration.txt"))
 
 
-def _within_context(config: RunConfig, arches: Mapping[str, Architecture], junior: Architecture | None) -> None:
-    """SGLang refuses a request of more tokens than the model has positions for: every response would fail."""
-    writers = {"senior": arches[ACTOR], "junior": junior or (arches.get(JUNIOR) if config.tandem.enabled else None)}
-    for role, arch in writers.items():
-        cap = config.sampling.max_new_tokens
-        if arch is not None and cap >= arch.max_positions:
-            expected = f"below the {arch.max_positions} positions of the {role}, which prompt and response share"
-            raise ConfigError("sampling.max_new_tokens", cap, expected, "lower it")
-
-
 def _settings(config: RunConfig) -> dict[str, Any]:
     tree: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True, exclude=set(LAUNCHING))
     for section, names in _SETTINGS_BY_FLAG.items():
@@ -244,68 +243,6 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     tree.pop("seed", None)
     tree.get("models", {}).pop("senior", None)
     return tree
-
-
-def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str]]:
-    """Flags of the prompt data, and the files: the run's own prompts, so that both runtimes train and test on the same."""
-    from slime_tandem.tasks.families import TaskSet, is_held_out  # reasoning-gym: not for those who only ask for sizes
-
-    tasks = TaskSet(config.tasks, config.seed)
-    if all(spec.family == "jsonl" for spec in config.tasks):
-        train = [p for p in tasks.listed_prompts if not is_held_out(p.messages)]
-    else:
-        train = [
-            p for step in range(config.train.steps) for p in tasks.train_prompts(step, config.train.prompts_per_step)
-        ]
-    if not train:
-        raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
-    unlabelled = next((p for p in train if p.label is None), None)
-    if unlabelled is not None and config.cluster.reward is None:
-        expected = "a label on every prompt, which the reward compares answers with"
-        raise ConfigError("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward")
-    files = {folder / "prompts.jsonl": train}
-    flags = [
-        "--prompt-data",
-        str(folder / "prompts.jsonl"),
-        "--input-key",
-        "messages",
-        "--label-key",
-        "label",
-        "--metadata-key",
-        "metadata",
-    ]
-    flags += ["--apply-chat-template", "--rollout-seed", str(config.seed)]
-    if all(spec.family == "jsonl" for spec in config.tasks):
-        flags.append("--rollout-shuffle")
-    if config.eval.every is not None:
-        files[folder / "heldout.jsonl"] = tasks.heldout_prompts(config.eval.prompts)
-        flags += ["--eval-interval", str(config.eval.every), "--eval-config", str(folder / "eval.yaml")]
-    texts = {path: "".join(map(_line, prompts)) for path, prompts in files.items()}
-    if config.eval.every is not None:
-        texts[folder / "eval.yaml"] = to_yaml(_evaluation(config, folder / "heldout.jsonl"))
-    return flags, texts
-
-
-def _evaluation(config: RunConfig, prompts: Path) -> dict[str, Any]:
-    both: dict[str, Any] = {"path": str(prompts), "input_key": "messages", "label_key": "label"}
-    both["n_samples_per_eval_prompt"] = config.eval.samples_per_prompt
-    sets = [{"name": "solo", **both}]
-    if config.tandem.enabled or config.eval.tandem:
-        sets.append({"name": "tandem", **both, "custom_generate_function_path": f"{PACKAGE}.{WITH_JUNIOR}"})
-    return {"eval": {"datasets": sets}}
-
-
-def _line(prompt: Prompt) -> str:
-    row = {
-        "messages": [m.as_dict() for m in prompt.messages],
-        "label": prompt.label,
-        "metadata": {**prompt.metadata, "task": prompt.task, "prompt_id": prompt.prompt_id},
-    }
-    try:
-        return json.dumps(row, ensure_ascii=False) + "\n"
-    except TypeError as error:
-        expected = f"prompts that JSON can hold ({error})"
-        raise ConfigError("tasks", prompt.task, expected, "choose another data set for slime") from None
 
 
 def _placement(config: RunConfig, place: Layout) -> list[str]:
@@ -382,156 +319,6 @@ def _number(value: float) -> str:
     """
     text = f"{value:g}"
     return text if float(text) == value else repr(value)
-
-
-def split(flags: Sequence[str]) -> dict[str, list[str]]:
-    """Flags with their values; `--flag=value` too. Raises ConfigError for a word in front of the first flag.
-
-    >>> split(["--a", "1", "--b", "--lr=-3"])
-    {'--a': ['1'], '--b': [], '--lr': ['-3']}
-    """
-    found: dict[str, list[str]] = {}
-    for word in flags:
-        if word.startswith("--") and len(word) > 2:
-            name, eq, value = word.partition("=")
-            found[name] = [value] if eq else []
-        elif not found:
-            raise ConfigError("slime flags", word, "a flag first", "e.g. -- --use-tensorboard")
-        else:
-            found[next(reversed(found))].append(word)
-    return found
-
-
-def _accepted(config: RunConfig, ours: Sequence[str], extra: Sequence[str], place: Layout) -> list[str]:
-    """The user's own flags, without those that repeat ours; raises ConfigError for one that contradicts us."""
-    mine, given, kept = split(ours), split(extra), list[str]()
-    for name, values in given.items():
-        if name in _FORBIDDEN:
-            raise ConfigError(name, " ".join(values), f"not to be set: {_FORBIDDEN[name]}", "remove it")
-        if name == "--sglang-config":
-            check_sglang_config(config, Path(values[0] if values else ""), place)
-            kept += [name, *values]
-        elif name in mine and mine[name] != values:
-            expected = f"{' '.join(mine[name]) or 'as a flag'}, what the configuration says"
-            raise ConfigError(name, " ".join(values), expected, "remove it, and change the setting instead (--set)")
-        elif name not in mine:
-            kept += [name, *values]
-    reward = config.cluster.reward
-    if "--rm-type" in given and reward is None:
-        raise ConfigError("--rm-type", " ".join(given["--rm-type"]), "cluster.reward to say it", "set that instead")
-    if reward is not None and reward.endswith("remote_rm") and not "".join(given.get("--rm-url", ())):
-        expected = "the address of the reward's server beside cluster.reward=remote_rm"
-        raise ConfigError("--rm-url", None, expected, "add it behind --, or to cluster.slime_flags")
-    # What the hooks themselves would refuse when the job has started.
-    check_flags(SimpleNamespace(**_as_arguments({**mine, **split(kept)})), config)
-    return kept
-
-
-def _as_arguments(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    return {
-        name.removeprefix("--").replace("-", "_"): True if not values else _value(values[0])
-        for name, values in flags.items()
-    }
-
-
-def _value(text: str) -> Any:
-    try:
-        return float(text)  # YAML takes 1e-05 for text
-    except ValueError:
-        pass
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # a name, a pattern
-        return text
-
-
-def _describe(place: Layout) -> list[str]:
-    lines = [f"{place.nodes} x {place.gpus_per_node} GPUs; the trainer has {_span(0, place.trainer_gpus)}"]
-    for g in place.groups:
-        engines = f"{g.engines} engine{'s' * (g.engines > 1)} of {g.gpus_per_engine}"
-        shared = ", in turns with the trainer" if g.shared else ""
-        lines.append(f"{g.name}: {_span(g.start, g.gpus)}, {engines}{shared}, {g.model}")
-    return lines
-
-
-def _span(start: int, count: int) -> str:
-    return f"GPU {start}" if count == 1 else f"GPUs {start} to {start + count - 1}"
-
-
-def _memory(
-    config: RunConfig, place: Layout, arches: Mapping[str, Architecture], junior: Architecture | None
-) -> list[str]:
-    c = config.cluster
-    arch, limit = arches[ACTOR], int(c.gpu_memory_gib * GIB)
-    for field, value, of, what in (
-        ("tensor_parallel", c.tensor_parallel, arch.num_heads, "the senior's attention heads"),
-        ("tensor_parallel", c.tensor_parallel, arch.num_kv_heads, "its KV heads"),
-        ("tensor_parallel", c.tensor_parallel, arch.ffn_size, "its MLP"),
-        ("pipeline_parallel", c.pipeline_parallel, arch.num_layers, "its layers"),
-    ):
-        if of % value:
-            raise ConfigError(f"cluster.{field}", value, f"a divisor of {of}, {what}", "change it")
-    data_parallel = place.trainer_gpus // (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
-    batch = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
-    if batch % data_parallel:
-        expected = f"a multiple of {data_parallel}, the data parallel size, in each of the updates"
-        raise ConfigError("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
-    t = trainer_memory(arch, c, place.trainer_gpus)
-    parts = {
-        "weights": t.weights,
-        "gradients": t.gradients,
-        "optimizer": t.optimizer,
-        "activations": t.activations,
-        "logits": t.logits,
-    }
-    total = t.total + RESERVED
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-    lines = [
-        f"memory, GiB a GPU of {c.gpu_memory_gib:g}: trainer {shown}, reserve {RESERVED / GIB:.1f}: {total / GIB:.1f}"
-    ]
-    if total > limit:
-        expected = f"at most {c.gpu_memory_gib:g}: {shown}, reserve {RESERVED / GIB:.1f}"
-        remedy = "raise cluster.tensor_parallel, pipeline_parallel or trainer_gpus, lower max_tokens_per_gpu, or set recompute"
-        raise ConfigError("memory of the trainer, GiB a GPU", round(total / GIB, 1), expected, remedy)
-    on_host = host_bytes(t, offloaded=c.colocate, reference=config.objective.kl_coef > 0) * min(
-        place.trainer_gpus, c.gpus_per_node
-    )
-    for group in place.groups:
-        models = [arches[group.name]] + ([junior] if junior is not None and group.name == ACTOR else [])
-        for model in models:
-            if model.num_heads % group.gpus_per_engine:
-                field = {ACTOR: "senior_tp", JUNIOR: "junior_tp"}.get(group.name, "teacher_tp")
-                raise ConfigError(
-                    f"cluster.{field}",
-                    group.gpus_per_engine,
-                    f"a divisor of {model.num_heads} attention heads",
-                    "change it",
-                )
-        e = engine_memory(models, group.gpus_per_engine, c)
-        lines.append(
-            f"{group.name}: weights {e.weights / GIB:.1f} GiB, KV cache {e.kv_tokens * e.kv_per_token / GIB:.1f} GiB a GPU: "
-            f"{e.kv_tokens:,} tokens an engine, {e.kv_per_token:,} bytes a token and GPU"
-        )
-        if e.kv_tokens < config.sampling.max_new_tokens:
-            wanted, room = config.sampling.max_new_tokens, c.mem_fraction * c.gpu_memory_gib
-            expected = (
-                f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
-            )
-            raise ConfigError(
-                f"KV cache of {group.name}, tokens", e.kv_tokens, expected, "raise its tp or cluster.mem_fraction"
-            )
-        if group.shared and (not group.update_weights or junior is not None):
-            on_host += e.weights * min(group.gpus, c.gpus_per_node)
-    lines.append(
-        f"main memory of a machine: {on_host / GIB:.1f} GiB of {c.host_memory_gib:g} (weights of trainer and frozen models"
-        f"{', optimizer while engines write' if c.colocate else ''})"
-    )
-    if on_host > c.host_memory_gib * GIB:
-        expected = f"at most {c.host_memory_gib:g}"
-        raise ConfigError(
-            "main memory of a machine, GiB", round(on_host / GIB, 1), expected, "use more machines, or do not colocate"
-        )
-    return lines
 
 
 def with_folders(config: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from slime_tandem.config import RunConfig, read_yaml_mapping
+from slime_tandem.config import ClusterConfig, RunConfig, read_yaml_mapping
 from slime_tandem.errors import ConfigError
 
 ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
@@ -80,80 +80,96 @@ class Layout:
         """slime's `--actor-num-nodes`."""
         return max(1, self.trainer_gpus // self.gpus_per_node)
 
+    def describe(self) -> list[str]:
+        """Lines for a person: who has which GPUs, and which are left over."""
+        lines = [f"{self.nodes} x {self.gpus_per_node} GPUs; the trainer has {_span(0, self.trainer_gpus)}"]
+        for g in self.groups:
+            engines = f"{g.engines} engine{'s' * (g.engines > 1)} of {g.gpus_per_engine}"
+            shared = ", in turns with the trainer" if g.shared else ""
+            lines.append(f"{g.name}: {_span(g.start, g.gpus)}, {engines}{shared}, {g.model}")
+        end = max(self.trainer_gpus, *(g.start + g.gpus for g in self.groups))
+        if (idle := self.nodes * self.gpus_per_node - end) > 0:
+            lines.append(
+                f"idle: {_span(end, idle)}, used by nobody; cluster.trainer_gpus, the models' *_gpus and *_tp divide them"
+            )
+        return lines
+
+
+def _span(start: int, count: int) -> str:
+    return f"GPU {start}" if count == 1 else f"GPUs {start} to {start + count - 1}"
+
 
 def layout(config: RunConfig) -> Layout:
     """Place everyone. Raises ConfigError where GPUs do not suffice or sizes do not divide."""
     c = config.cluster
-    total, colocate = c.nodes * c.gpus_per_node, c.colocate
     frozen = {**junior_model(config), **teacher_models(config)}
     needs = {name: c.junior_gpus if name == JUNIOR else c.teacher_gpus for name in frozen}
-    rest = total - sum(needs.values())
-    parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
-    responses = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
-    trainer = c.trainer_gpus
+    trainer, senior = _trainer_and_senior(config, c.nodes * c.gpus_per_node - sum(needs.values()))
+    _check_sizes(c, trainer, senior, needs)
+    start = 0 if c.colocate else trainer
+    groups = []
+    for name, model in {ACTOR: config.models.senior, **frozen}.items():
+        gpus = needs.get(name, senior)
+        size = _engine_size(c, name, gpus)
+        groups.append(Group(name, model, start, gpus, size, c.colocate and start < trainer, name == ACTOR))
+        start += gpus
+    return Layout(c.nodes, c.gpus_per_node, trainer, tuple(groups))
+
+
+def _trainer_and_senior(config: RunConfig, rest: int) -> tuple[int, int]:
+    """(GPUs of the trainer, of the senior's engines); where they are not set, of the `rest` that the frozen models leave.
+
+    The trainer then has as many as its parallel sizes and an update's responses divide into. Either may be 0: nothing fits.
+    """
+    c, trainer, senior = config.cluster, config.cluster.trainer_gpus, config.cluster.senior_gpus
     if trainer is None:
-        _require(colocate, "trainer_gpus", None, "a number without colocate", "say how many GPUs train")
+        _require(c.colocate, "trainer_gpus", None, "a number without colocate", "say how many GPUs train")
+        parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
+        responses = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
         fitting = (
             n
             for n in range(rest, 0, -1)
             if n % parts == 0 and (n <= c.gpus_per_node or n % c.gpus_per_node == 0) and responses % (n // parts) == 0
         )
         trainer = next(fitting, 0)
-    senior = c.senior_gpus
     if senior is None:
-        left = rest if colocate else rest - trainer
+        left = rest if c.colocate else rest - trainer
         senior = left - left % c.senior_tp
+    return trainer, senior
+
+
+def _check_sizes(c: ClusterConfig, trainer: int, senior: int, needs: Mapping[str, int]) -> None:
+    """Raise ConfigError where trainer, senior and the `needs` of the frozen models are more than there is, or the trainer is
+    not cut evenly."""
+    total, frozen = c.nodes * c.gpus_per_node, sum(needs.values())
     _require(
         trainer > 0 and senior > 0,
         "nodes",
         c.nodes,
-        f"more than {total} GPUs: {sum(needs.values())} serve junior and teachers, {trainer} train, {senior} write",
+        f"more than {total} GPUs: {frozen} serve junior and teachers, {trainer} train, {senior} write",
         "add GPUs, or share them (cluster.trainer_gpus)",
     )
-    used = max(trainer, senior + sum(needs.values())) if colocate else trainer + senior + sum(needs.values())
-    wanted = f"at least {used} GPUs: trainer {trainer}, senior {senior}, " + ", ".join(
-        f"{n} {g}" for n, g in needs.items()
-    )
-    _require(
-        used <= total,
-        "nodes",
-        f"{c.nodes} x {c.gpus_per_node}",
-        wanted.removesuffix(", "),
-        "add GPUs, or ask for fewer",
-    )
-    _require(
-        trainer % parts == 0,
-        "trainer_gpus",
-        trainer,
-        f"a multiple of {parts} = tensor x pipeline x context parallel size",
-        "change one of them",
-    )
-    _require(
-        trainer <= c.gpus_per_node or trainer % c.gpus_per_node == 0,
-        "trainer_gpus",
-        trainer,
-        f"whole nodes of {c.gpus_per_node}, slime spreads the trainer so",
-        "round it",
-    )
-    start = 0 if colocate else trainer
-    groups = []
-    for name, model in {ACTOR: config.models.senior, **frozen}.items():
-        gpus = needs.get(name, senior)
-        size = {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
-        field = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
-        _require(
-            gpus % size == 0, f"{field}_gpus", gpus, f"a multiple of cluster.{field}_tp={size}", "change one of them"
-        )
-        _require(
-            size <= c.gpus_per_node or size % c.gpus_per_node == 0,
-            f"{field}_tp",
-            size,
-            f"a part of a node or whole nodes of {c.gpus_per_node}",
-            "change it",
-        )
-        groups.append(Group(name, model, start, gpus, size, colocate and start < trainer, name == ACTOR))
-        start += gpus
-    return Layout(c.nodes, c.gpus_per_node, trainer, tuple(groups))
+    used = max(trainer, senior + frozen) if c.colocate else trainer + senior + frozen
+    who = ", ".join([f"trainer {trainer}", f"senior {senior}", *(f"{n} {g}" for n, g in needs.items())])
+    wanted = f"at least {used} GPUs: {who}"
+    _require(used <= total, "nodes", f"{c.nodes} x {c.gpus_per_node}", wanted, "add GPUs, or ask for fewer")
+    parts = c.tensor_parallel * c.pipeline_parallel * c.context_parallel
+    expected = f"a multiple of {parts} = tensor x pipeline x context parallel size"
+    _require(trainer % parts == 0, "trainer_gpus", trainer, expected, "change one of them")
+    expected = f"whole nodes of {c.gpus_per_node}, slime spreads the trainer so"
+    whole = trainer <= c.gpus_per_node or trainer % c.gpus_per_node == 0
+    _require(whole, "trainer_gpus", trainer, expected, "round it")
+
+
+def _engine_size(c: ClusterConfig, name: str, gpus: int) -> int:
+    """GPUs of one engine of a group with `gpus`; raises ConfigError where they do not divide, or not into nodes."""
+    size = {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
+    field = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
+    expected = f"a multiple of cluster.{field}_tp={size}"
+    _require(gpus % size == 0, f"{field}_gpus", gpus, expected, "change one of them")
+    expected = f"a part of a node or whole nodes of {c.gpus_per_node}"
+    _require(size <= c.gpus_per_node or size % c.gpus_per_node == 0, f"{field}_tp", size, expected, "change it")
+    return size
 
 
 def _require(holds: bool, field: str, value: object, expected: str, remedy: str) -> None:

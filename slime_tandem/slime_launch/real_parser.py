@@ -1,7 +1,9 @@
-"""Asks slime's own argument parser whether it knows our flags: slime itself passes over unknown ones in silence.
+"""Asks slime's own argument parser whether it knows our flags, and our hooks whether they would take them.
 
-`python -m slime_tandem.slime_launch.real_parser FLAGS` in the environment that trains: PYTHONPATH names slime and Megatron-LM.
-Exit code 0, or 2 with the flags that no parser knows; 3 where slime cannot be imported, with what is missing.
+slime itself passes over unknown flags in silence, and a hook refuses what does not go with it when it is first called: behind
+the start of engines and trainer. `python -m slime_tandem.slime_launch.real_parser FLAGS` says both before, and starts nothing.
+It runs in the environment that trains: PYTHONPATH names slime and Megatron-LM. Exit code 0, or 2 with the flags that no parser
+knows or the one that is refused; 3 where slime cannot be imported, with what is missing.
 """
 
 from __future__ import annotations
@@ -10,12 +12,18 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from slime_tandem.config import read_yaml_mapping
+from slime_tandem.errors import TandemError
+from slime_tandem.slime_hooks.refused import KEY, check_flags
+from slime_tandem.slime_hooks.settings import build
 
 
-def unknown(flags: Sequence[str]) -> list[str]:
-    """Words that neither Megatron's, slime's nor SGLang's parser takes, as slime 624b824a combines them; raises ImportError.
+def parse(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(slime's arguments, words that neither Megatron's, slime's nor SGLang's parser takes), as slime 624b824a combines them.
 
-    A value of a wrong type ends the program as argparse does, with a message.
+    Raises ImportError. A value of a wrong type ends the program as argparse does, with a message.
     """
     from argparse import ArgumentParser
 
@@ -25,7 +33,7 @@ def unknown(flags: Sequence[str]) -> list[str]:
     parser = ArgumentParser(allow_abbrev=False)
     megatron.add_megatron_arguments(parser)
     slime.get_slime_extra_args_provider()(parser)
-    _, rest = parser.parse_known_args(list(flags))
+    args, rest = parser.parse_known_args(list(flags))
     servers = ArgumentParser(allow_abbrev=False, add_help=False)
     sglang.add_sglang_arguments(servers)
     _, rest = servers.parse_known_args(rest)
@@ -34,18 +42,36 @@ def unknown(flags: Sequence[str]) -> list[str]:
     for flag in ("--debug-rollout-only", "--debug-train-only"):
         modes.add_argument(flag, action="store_true")
     modes.add_argument("--load-debug-rollout-data")
-    return modes.parse_known_args(rest)[1]
+    return args, modes.parse_known_args(rest)[1]
+
+
+def ask_hooks(args: argparse.Namespace) -> None:
+    """Raise the ConfigError with which our hooks would meet these arguments; nothing where no file names our settings."""
+    file = getattr(args, "custom_config_path", None)
+    if file is None or KEY not in (tree := read_yaml_mapping(Path(file))):
+        return
+    for name, value in tree.items():  # what slime makes of its arguments before a hook sees them (utils/arguments.py)
+        setattr(args, name, value)
+    args.use_critic = args.advantage_estimator == "ppo"
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    check_flags(args, build(args))
 
 
 def main(flags: Sequence[str]) -> int:
     """See the module."""
     try:
-        rest = unknown(flags)
+        args, rest = parse(flags)
     except ImportError as error:
         print(f"slime's parser cannot be imported: {error}", file=sys.stderr)
         return 3
     if rest:
         print(f"slime knows nothing of: {' '.join(rest)}", file=sys.stderr)
+        return 2
+    try:
+        ask_hooks(args)
+    except TandemError as error:
+        print(f"slime_tandem's hooks refuse {error}", file=sys.stderr)
         return 2
     return 0
 

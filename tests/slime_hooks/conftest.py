@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime_tandem.protocol import GenerateRequest, GenerateResult
-from slime_tandem.slime_hooks import runtime, settings
+from slime_tandem.slime_hooks.state import STATE
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,8 +88,7 @@ def scripted() -> type[Scripted]:
 def _forget() -> Iterator[None]:
     """What a test installed is not the next one's."""
     yield
-    runtime.use(None)
-    settings.forget()
+    STATE.reset()
 
 
 @dataclass(frozen=True)

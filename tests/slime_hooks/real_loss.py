@@ -24,6 +24,7 @@ from slime.observability import train_metric_utils
 from slime_tandem.config import RunConfig
 from slime_tandem.objective.loss import LOSS_METRICS
 from slime_tandem.slime_hooks import hooks
+from slime_tandem.slime_hooks.state import STATE, TrainerState
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 
@@ -124,11 +125,11 @@ def by_slime(args: Namespace, c: RunConfig, made: list[Any]) -> tuple[dict[str, 
         box |= model.forward_only(loss.get_log_probs_and_entropy, args, [Bigram("old")], *forward)
     loss.compute_advantages_and_returns(args, box)
     hooks.data_post_process(args, 0, box)
-    assert all(t.dim() == 1 for t in box["teacher_log_probs"]), "slime's log averages this seat as [R]"
+    assert all(t.dim() == 1 for t in box["teacher_log_probs"]), "slime's log averages this key as [R]"
     train_metric_utils.gather_log_data = lambda *a: None
     train_metric_utils.log_rollout_data(0, args, box)
     policy, (iterator,) = Bigram("now"), data.get_data_iterator(box)
-    told = dict.fromkeys(LOSS_METRICS, 0.0)
+    measured = dict.fromkeys(LOSS_METRICS, 0.0)
     for step, (micro, rollouts) in enumerate(zip(box["num_microbatches"], box["global_batch_sizes"], strict=True)):
         hooks.before_train_step(args, 0, step, [Bigram("old")], None, None)
         logs = []
@@ -142,11 +143,11 @@ def by_slime(args: Namespace, c: RunConfig, made: list[Any]) -> tuple[dict[str, 
         found = train_metric_utils.reduce_train_step_metrics(
             logs, calculate_per_token_loss=False, step_global_batch_size=rollouts, cp_size=cp, dp_with_cp_group=group
         )
-        for name in told:
-            told[name] += found[name] / len(box["num_microbatches"])
+        for name in measured:
+            measured[name] += found[name] / len(box["num_microbatches"])
     assert policy.table.grad is not None
     dist.all_reduce(policy.table.grad, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return told, policy.table.grad
+    return measured, policy.table.grad
 
 
 def check(k: int, overrides: list[str], steps: int) -> None:
@@ -156,21 +157,22 @@ def check(k: int, overrides: list[str], steps: int) -> None:
     args = arguments(N, steps)
     args.use_rollout_logprobs = c.objective.rollout_weights == "none"
     args.rollout_temperature = c.sampling.temperature
-    hooks._coef = hooks._parked = None
-    told, mine = by_slime(args, c, made)
+    STATE.trainer = TrainerState()
+    measured, mine = by_slime(args, c, made)
     wanted = gradient.chunk(mpu.get_tensor_model_parallel_world_size(), 1)[mpu.get_tensor_model_parallel_rank()]
     case = (overrides, steps)
     assert gradient.abs().max() > 1e-3, (case, "compares nothing")
     assert torch.allclose(mine, wanted, atol=1e-6, rtol=1e-5), (case, float((mine - wanted).abs().max()))
-    for name, value in told.items():
+    for name, value in measured.items():
         expected = metrics[f"train/{name}"]
         if (name == "logprob_diff" and steps > 1) or expected is None:
-            continue  # the local runtime tells the first step's; nothing was measured
+            continue  # the local runtime reports the first step's; nothing was measured
         assert abs(value - expected) <= 1e-6 + 1e-6 * abs(expected), (case, name, value, expected)
     if c.objective.kl_target is not None:
         assert coef != c.objective.kl_coef
-        assert hooks._coef is not None
-        assert abs(hooks._coef.value - coef) <= 1e-6, (case, hooks._coef.value, coef)
+        kept = STATE.trainer.coef
+        assert kept is not None
+        assert abs(kept.value - coef) <= 1e-6, (case, kept.value, coef)
 
 
 def main(rank: int, world: int, store: str) -> None:

@@ -151,7 +151,7 @@ def place(monkeypatch: pytest.MonkeyPatch, dp: int, d: int, cp: int, c: int) -> 
 
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("k", [0, 3])
-def test_seats_carry_every_channel_through_conversion_partitioning_and_slicing(
+def test_fields_carry_every_channel_through_conversion_partitioning_and_slicing(
     monkeypatch: pytest.MonkeyPatch, dp: int, cp: int, k: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config(*(["opd.signal=reverse_kl", f"opd.top_k={k}"] if k else []))
@@ -172,7 +172,7 @@ def test_seats_carry_every_channel_through_conversion_partitioning_and_slicing(
     assert sum(len(c) for box in ranks for c in box[wire.CARRIER]) == sum(s.response_length for s in made)
 
 
-def test_seats_normalise_rewards_as_slime_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_normalise_rewards_as_slime_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group means are slime's own; with `std` we divide by the population's, slime by the sample's."""
     settings.use(settings.ANY, RunConfig.load(overrides=["opd.enabled=false"]))
     made = samples()
@@ -234,11 +234,11 @@ def local_loss(
         if packed.candidate_ids is not None:
             candidates = hooks.log_probs_of(at, packed.candidate_ids)
             rest = hooks.log_rest_of(at, packed.candidate_ids)
-        one, told = tandem_loss(log_probs, entropy, packed, total, made.objective, made.opd, candidates, rest)
+        one, measured = tandem_loss(log_probs, entropy, packed, total, made.objective, made.opd, candidates, rest)
         one.backward()
         gradients[key] = logits.grad
         value += float(one)
-        metrics = {name: metrics[name] + told[name] for name in metrics}
+        metrics = {name: metrics[name] + measured[name] for name in metrics}
     return value, metrics, gradients
 
 
@@ -277,7 +277,7 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     rows, _ = build_rows([hooks._scored(s, None, c) for s in made], c)
     indices = [s.index for s in kept]
     as_local = local_rows(rows, indices, c)
-    expected, told, gradients = local_loss(as_local, indices, c)
+    expected, measured, gradients = local_loss(as_local, indices, c)
     args = arguments()
     args.use_rollout_logprobs = c.objective.rollout_weights == "none"
     boxes = shipped(monkeypatch, args, made, dp, cp)
@@ -285,7 +285,7 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     totals = wire.StepTotals(*whole[list(wire.StepTotals.COLUMNS)].tolist(), args.global_batch_size)
     monkeypatch.setattr(hooks, "_totals", lambda channels, rollouts: totals)  # every rank sees the sum over all
     monkeypatch.setattr(mpu, "get_data_parallel_group", lambda with_context_parallel=False: None)
-    value, metrics = 0.0, dict.fromkeys(told, 0.0)
+    value, metrics = 0.0, dict.fromkeys(measured, 0.0)
     found = {s.index: torch.zeros(len(s.tokens), VOCABULARY) for s in made}
     for i, box in enumerate(boxes):
         place(monkeypatch, dp, i // cp, cp, i % cp)
@@ -298,7 +298,7 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
             ]  # fmt: skip
         loss.compute_advantages_and_returns(args, box)
         hooks.data_post_process(args, 0, box)
-        assert all(t.dim() == 1 for t in box[wire.CARRIER]), "slime's log averages this seat as [R]"
+        assert all(t.dim() == 1 for t in box[wire.CARRIER]), "slime's log averages this key as [R]"
         monkeypatch.setattr(train_metric_utils, "gather_log_data", lambda *a: None)
         train_metric_utils.log_rollout_data(0, args, box)
         hooks.before_train_step(args, 0, 0, None, None, None)
@@ -326,10 +326,10 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
             if leaf.grad is not None:
                 found[index] += leaf.grad
     assert value == pytest.approx(expected, abs=2e-6, rel=2e-5)
-    assert metrics == pytest.approx(told, abs=2e-5, rel=2e-4)
+    assert metrics == pytest.approx(measured, abs=2e-5, rel=2e-4)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
-    assert (told["junior_kl_loss"] > 1e-3) == ("lambda_jun" in words)
-    assert (told["rollout_weight_cut"] > 1e-3) == ("truncated" in words)
+    assert (measured["junior_kl_loss"] > 1e-3) == ("lambda_jun" in words)
+    assert (measured["rollout_weight_cut"] > 1e-3) == ("truncated" in words)
     lost = sum(int((a.weights != b.weights).sum()) for a, b in zip(rows, as_local, strict=True))
     assert (lost > 0) == ("masked" in words)
     for index, gradient in gradients.items():

@@ -27,7 +27,7 @@ def test_it_moves_behind_the_last_micro_batch_by_the_mean_over_ranks(tmp_path: P
     assert not file.exists(), "one line per rollout"
     coef.start_step(3, 1, 4, last=True, weighted=False)
     coef.after_micro_batch(0.0)
-    assert coef.value == pytest.approx(0.1 * math.exp(-0.1)), "an update without a weighted token tells nothing"
+    assert coef.value == pytest.approx(0.1 * math.exp(-0.1)), "an update without a weighted token measures nothing"
     assert kept_coef(file.parent, 3) == coef.value
     coef.start_step(3, 1, 4, last=True, weighted=True)
     coef.after_micro_batch(10.0)

@@ -25,8 +25,8 @@ PATHS = {
 
 def test_slimes_own_contract_tests_pass_with_every_path_of_ours(slime_here, run_there: Callable[..., str]) -> None:  # type: ignore[no-untyped-def]
     variables = {f"SLIME_CONTRACT_{name}": f"slime_tandem.slime_hooks.{path}" for name, path in PATHS.items()}
-    told = (slime_here.slime / "tests" / "plugin_contracts" / "test_plugin_runtime_hook_contracts.py").read_text()
-    assert all(f'"{name}"' in told or name.startswith(("CUSTOM_GENERATE", "CUSTOM_RM", "DATA_")) for name in PATHS)
+    contracts = (slime_here.slime / "tests" / "plugin_contracts" / "test_plugin_runtime_hook_contracts.py").read_text()
+    assert all(f'"{name}"' in contracts or name.startswith(("CUSTOM_GENERATE", "CUSTOM_RM", "DATA_")) for name in PATHS)
     out = run_there(
         "-p", "contract_plugin", "-W", "ignore", "tests/plugin_contracts", cwd=slime_here.slime,
         **variables, PYTHONPATH=f"{HERE}:{slime_here.environment()['PYTHONPATH']}",
@@ -35,7 +35,7 @@ def test_slimes_own_contract_tests_pass_with_every_path_of_ours(slime_here, run_
     assert "failed" not in out
 
 
-@pytest.mark.parametrize("part", ["seats", "loss", "spec", "sources"])
+@pytest.mark.parametrize("part", ["fields", "loss", "spec", "sources"])
 def test_slimes_own_functions(part: str, run_there: Callable[..., str]) -> None:
     plain = ("-o", "addopts=", "-W", "ignore", "--import-mode=importlib")  # this project's own -q would hide the count
     out = run_there(*plain, "-k", part, str(HERE / "real_slime.py"), cwd=HERE)
@@ -61,11 +61,11 @@ def test_loss_of_slime_is_the_local_trainers_over_real_ranks(world: int, slime_h
     finally:
         for rank in ranks:
             rank.kill()
-    told = [Path(file.name).read_text() for file in files]
+    logs = [Path(file.name).read_text() for file in files]
     for file in files:
         file.close()
-    assert codes == [0] * world, "\n".join(text[-2500:] for text in told)
-    assert all(text.rstrip().endswith("all cases hold") for text in told)
+    assert codes == [0] * world, "\n".join(text[-2500:] for text in logs)
+    assert all(text.rstrip().endswith("all cases hold") for text in logs)
 
 
 def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -94,8 +94,8 @@ def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> N
             "--models", str(models), "--prompts", str(prompts), "--work", str(tmp_path / "run"), "--cpu", "--embedded",
             "--steps", steps, "--prompts-per-step", "2", "--group", "2", "--max-tokens", "12", "--save-interval", "1",
         )  # fmt: skip
-    told = there(str(scripts / "report.py"), str(tmp_path / "run"))
-    assert "channels: 3 of 3 rollouts with the same check-sum on both sides" in told
-    assert [line.split(" |")[0] for line in told.splitlines()[2:5]] == ["| 0", "| 1", "| 2"]
+    report = there(str(scripts / "report.py"), str(tmp_path / "run"))
+    assert "channels: 3 of 3 rollouts with the same check-sum on both sides" in report
+    assert [line.split(" |")[0] for line in report.splitlines()[2:5]] == ["| 0", "| 1", "| 2"]
     compared = there(str(scripts / "compare_loss.py"), str(tmp_path / "run"), "0")
     assert "| loss |" in compared

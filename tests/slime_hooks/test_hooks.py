@@ -153,7 +153,7 @@ def test_a_failed_sample_has_its_reward_where_slime_looks_for_it(sample_class: A
     assert all(s.remove_sample for s in failed)
 
 
-def test_a_prompt_without_messages_is_told_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
+def test_a_prompt_without_messages_is_refused_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
     args = install({SENIOR: scripted(1, 0)})
     runtime._installed.roster.spellers = (None, None)  # type: ignore[union-attr]
     with pytest.raises(DataError, match=r"messages of sample 0=None.*MessagesDataSource"):

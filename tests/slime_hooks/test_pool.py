@@ -75,7 +75,7 @@ def test_a_response_stays_with_its_worker_and_all_are_used() -> None:
     assert set(served) == {"http://a", "http://b", "http://c"}
 
 
-def test_a_worker_that_was_replaced_is_found_and_one_that_is_only_dead_is_told() -> None:
+def test_a_worker_that_was_replaced_is_found_and_one_that_is_only_dead_is_reported() -> None:
     workers = urls("a", "b")
 
     async def use(pool: WorkerPool) -> Any:

@@ -1,4 +1,4 @@
-"""Flags and our section become one configuration; what contradicts, or does not go together, is told by name."""
+"""Flags and our section become one configuration; what contradicts, or does not go together, is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 
 from slime_tandem.errors import ConfigError
 from slime_tandem.slime_hooks import settings as module
-from slime_tandem.slime_hooks.settings import build, check_flags, settings
+from slime_tandem.slime_hooks.refused import check_flags
+from slime_tandem.slime_hooks.settings import build, settings
 
 FLAGS = {
     "hf_checkpoint": "/models/senior",
@@ -87,7 +88,10 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
         ({"rollout_top_p": 0.9}, r"--rollout-top-p=0\.9: expected 1.*kept ids"),
         ({"rollout_top_k": 5}, "top_k=-1"),
         ({"use_opd": True}, "--use-opd=True.*twice"),
-        ({"loss_type": "policy_loss"}, "--loss-type='policy_loss': expected custom_loss"),
+        (
+            {"loss_type": "policy_loss"},
+            r"--loss-type='policy_loss': expected custom_loss.*set slime_tandem\.opd\.enabled=false",
+        ),
         ({"custom_advantage_function_path": None}, "--custom-advantage-function-path=None"),
         ({"normalize_advantages": True}, "--normalize-advantages"),
         ({"use_rollout_logprobs": False}, "--use-rollout-logprobs"),
@@ -98,6 +102,8 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
         ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
         ({"rollout_stop_token_ids": [7]}, "--rollout-stop-token-ids"),
         ({"use_critic": True}, "--use-critic"),
+        ({"advantage_estimator": "gspo"}, "--advantage-estimator='gspo': expected grpo"),
+        ({"kl_coef": 0.1}, r"--kl-coef=0\.1: expected 0 with our advantages"),
     ],
 )
 def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], message: str) -> None:
@@ -144,7 +150,7 @@ CUT = {"custom_generate_function_path": "g", "custom_megatron_before_train_step_
 @pytest.mark.parametrize(
     ("sampling", "flags", "message"),
     [
-        ({"top_p": 0.9, "truncation_replay": "kept_ids"}, {}, "truncation_replay='kept_ids'.*SGLang does not tell"),
+        ({"top_p": 0.9, "truncation_replay": "kept_ids"}, {}, "truncation_replay='kept_ids'.*SGLang does not report"),
         ({"min_p": 0.1}, {}, "min-p after top-p"),
         ({}, {"custom_generate_function_path": None}, "--custom-generate-function-path=None"),
         ({}, {"custom_megatron_before_train_step_hook_path": None}, "--custom-megatron-before-train-step-hook-path"),
@@ -209,7 +215,8 @@ def test_a_setting_that_slimes_own_loss_would_ignore_is_refused(section: dict[st
     [
         ({"entropy_coef": 0.01}, r"--entropy-coef=0\.01: expected not to be set with our loss"),
         ({"eps_clip_c": 3.0}, "--eps-clip-c"),
-        ({"use_tis": True}, "--use-tis"),
+        ({"use_tis": True}, r"--use-tis.*objective\.rollout_weights does it"),
+        ({"use_unbiased_kl": True}, "--use-unbiased-kl"),
         ({"kl_loss_coef": 0.5}, r"--kl-loss-coef=0\.5: expected .*kl_coef=0"),
     ],
 )

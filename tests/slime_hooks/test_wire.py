@@ -1,4 +1,4 @@
-"""Channels and records: what goes into a seat comes out of it, whatever slime does to it on the way."""
+"""Channels and records: what goes into a field comes out of it, whatever slime does to it on the way."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_check_sum_is_that_of_the_tokens_wherever_they_lie(
         assert wire.checksum(changed, range(len(channels))) != whole
 
 
-def test_the_seat_is_checked_against_the_log_probs_that_slime_slices_itself() -> None:
+def test_the_carrier_is_checked_against_the_log_probs_that_slime_slices_itself() -> None:
     channels = wire.pack(row(3, old_log_probs=np.array([-1.0, -2.0, -3.0])))
     batch = {wire.CARRIER: [channels], "rollout_log_probs": [torch.tensor([-1.0, -2.0, -3.0])]}
     assert wire.carried(batch)[0] is channels

@@ -17,7 +17,9 @@ from transformers import Qwen3Config
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
-from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, SETTINGS_KEY, plan, split
+from slime_tandem.slime_hooks.refused import KEY
+from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, plan
+from slime_tandem.slime_launch.user_flags import split
 from slime_tandem.tasks.families import TaskSet, is_held_out, parse_messages
 
 Sized = Callable[..., RunConfig]
@@ -68,11 +70,11 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         flag: [f"slime_tandem.slime_hooks.{path}"] for flag, path in HOOKS.items()
     }
     settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])
-    assert list(settings) == [SETTINGS_KEY], "slime sets every key on its arguments"
-    assert settings[SETTINGS_KEY]["tandem"] == {"prob_senior": 0.3}
-    assert not {"optimizer", "train", "seed", "cluster", "sampling"} & settings[SETTINGS_KEY].keys()
+    assert list(settings) == [KEY], "slime sets every key on its arguments"
+    assert settings[KEY]["tandem"] == {"prob_senior": 0.3}
+    assert not {"optimizer", "train", "seed", "cluster", "sampling"} & settings[KEY].keys()
     # What is left to the file and what the flags say make the same run.
-    assert RunConfig.from_mapping(settings[SETTINGS_KEY]).objective == config.objective
+    assert RunConfig.from_mapping(settings[KEY]).objective == config.objective
 
 
 def test_truncation_is_ours_and_slimes_nucleus_is_whole(sized: Sized, tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_truncation_is_ours_and_slimes_nucleus_is_whole(sized: Sized, tmp_path: 
     launch = plan(sized(sampling=sampling, opd={"enabled": False}), tmp_path / "launch")
     flags = dict(split(launch.flags))
     assert (flags["--rollout-top-p"], flags["--rollout-top-k"]) == (["1"], ["20"])
-    settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])[SETTINGS_KEY]
+    settings = yaml.safe_load(launch.files[tmp_path / "launch" / "tandem.yaml"])[KEY]
     assert settings["sampling"] == {"top_p": 0.9, "truncation_replay": "recompute"}
 
 
@@ -136,6 +138,43 @@ def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path
     )
     assert launch.flags[-3:] == ["--use-tensorboard", "--tb-project-name", "a b"]
     assert sum(word == "--rollout-temperature" for word in launch.flags) == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--lr", "1e-6"],
+        ["--lr=0.000001"],
+        ["--entropy-coef", "0.00"],
+        ["--rollout-top-p", "1.0"],
+        ["--num-rollout", "1"],
+    ],
+)
+def test_values_are_compared_and_not_their_spelling(sized: Sized, tmp_path: Path, extra: list[str]) -> None:
+    config = sized(optimizer={"lr": 1e-6}, sampling={"stop": ["1"]})
+    assert plan(config, tmp_path, extra=extra).flags == plan(config, tmp_path).flags
+    with pytest.raises(ConfigError, match="--rollout-stop"):
+        plan(config, tmp_path, extra=["--rollout-stop", "1.0"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "remedy"),
+    [
+        (["--custom-rm-path", "my.fn"], "cluster.reward to one of slime's rewards"),
+        (["--input-key", "q"], "tasks: [{family: jsonl, path: FILE}]"),
+        (["--lr", "1"], "set optimizer.lr instead"),
+        (["--num-layers", "1"], "the sizes are those of models.senior"),
+        (["--custom-generate-function-path", "mine.generate"], "start train.py without a plan"),
+        (["--advantage-estimator", "gspo"], "objective.ratio"),
+        (["--hidden-dropout", "0.1"], "no setting has another value of it"),
+    ],
+)
+def test_the_remedy_for_a_contradiction_is_one_that_there_is(
+    sized: Sized, tmp_path: Path, extra: list[str], remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(sized(), tmp_path, extra=extra)
+    assert (caught.value.field, remedy in caught.value.remedy) == (extra[0], True), caught.value.remedy
 
 
 def test_a_model_of_few_positions_is_no_shorter_than_its_sequences(sized: Sized, tmp_path: Path) -> None:
@@ -301,7 +340,7 @@ def test_rewards_are_slimes() -> None:
     reason="needs SLIME_DIR and MEGATRON_LM_DIR (checkouts) and SLIME_TANDEM_SLIME_PYTHON (has sglang, sglang_router, ray)",
 )
 def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> None:
-    path = [str(Path(cli.__file__).parents[1]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
+    path = [str(Path(__file__).parents[2]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("SLIME_TANDEM_SLIME_PATH", "")])}
     config = sized(
         objective={"kl_coef": 0.1},
@@ -336,3 +375,11 @@ def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> No
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "slime knows nothing of: --rollout-temprature 1"
+    launch = plan(sized(objective={"kl_coef": 0.1}), tmp_path)
+    launch.write()
+    done = subprocess.run([*python, *launch.flags], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused = [*python, *launch.flags, "--use-unbiased-kl"]
+    done = subprocess.run(refused, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "hooks refuse --use-unbiased-kl=True" in done.stderr

@@ -1,4 +1,4 @@
-"""Who gets which GPUs, and the file that tells slime."""
+"""Who gets which GPUs, and the file that says so to slime."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ def test_apart_from_the_trainer_and_over_nodes(sized: Sized) -> None:
         "teacher": (27, 4, 4, False),
     }
     assert plan.rollout_gpus == 15
+
+
+def test_gpus_of_nobody_are_named(sized: Sized) -> None:
+    """Eight GPUs, one of the junior: tensor parallel sizes of two leave a seventh over."""
+    alone = {"opd": {"enabled": False}}
+    assert not [line for line in layout(sized(**alone)).describe() if "idle" in line]
+    uneven = layout(sized(**alone, cluster={"tensor_parallel": 2, "senior_tp": 2}))
+    assert [line for line in uneven.describe() if "idle" in line] == [
+        "idle: GPU 7, used by nobody; cluster.trainer_gpus, the models' *_gpus and *_tp divide them"
+    ]
 
 
 def test_who_is_not_served(sized: Sized) -> None:

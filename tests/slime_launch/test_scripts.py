@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slime_tandem.slime_launch.flags import split
+from slime_tandem.slime_launch.user_flags import split
 
 REPO = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -281,7 +281,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_it_waits_submits_tells_the_exit_code_and_stops_its_ray_alone(
+def test_it_waits_submits_returns_the_exit_code_and_stops_its_ray_alone(
     run: Run, launch: Path, tmp_path: Path, neighbour: subprocess.Popen[bytes], code: int
 ) -> None:
     (tmp_path / "code").write_text(str(code))
@@ -315,6 +315,16 @@ def test_a_running_ray_is_used_and_left_running(
         assert theirs.poll() is None
         theirs.kill()
     assert not (tmp_path / "ray.pid").exists()
+
+
+def test_a_proxy_does_not_stand_between_it_and_its_servers(run: Run, launch: Path, variables: dict[str, str]) -> None:
+    """Nothing answers at the proxy's address: a wait through it would end in a time-out."""
+    proxy = f"http://127.0.0.1:{free_port()}"
+    port = variables["DASHBOARD_PORT"]
+    (launch / "launch.sh").write_text(f"SLIME_FLAGS=(--x)\nSERVER_URLS=(http://127.0.0.1:{port})\n")
+    none = {"no_proxy": "", "NO_PROXY": ""}
+    done = run("submit_slime.sh", str(launch), DRY_RUN="", http_proxy=proxy, SERVER_TIMEOUT="9", **none)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_server_that_does_not_answer_ends_it_before_training(run: Run, launch: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from slime_tandem.errors import ConfigError, ModelError
-from slime_tandem.slime_launch.flags import split
 from slime_tandem.slime_launch.sizes import (
     PUBLISHED,
     architecture,
@@ -17,6 +16,7 @@ from slime_tandem.slime_launch.sizes import (
     parameters,
     read_model_args,
 )
+from slime_tandem.slime_launch.user_flags import split
 
 MODELS = Path(__file__).parents[2] / "scripts" / "train" / "models"
 BILLIONS = {  # the model cards' numbers

@@ -1,0 +1,83 @@
+"""What the hooks keep between two calls, in one object. slime hands its arguments to every hook and nothing of ours.
+
+Each process has its own, and one owner writes each part: the rollout manager `manager`, a trainer rank `trainer`; `settings` is
+made by whichever hook comes first there. The two never share a process (slime starts one Ray actor for the manager and one for
+each rank), so nothing is locked. Tests call `reset`. It knows nothing of what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slime_tandem.config import RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+    from slime_tandem.slime_hooks.runtime import Runtime
+
+
+@dataclass
+class ManagerState:
+    """Of the rollout manager, read and written by runtime.py alone.
+
+    `installed`: the runtime that every event loop is to use, None for one each; `running`: the runtime of each loop, being made
+    or ready, forgotten with its loop.
+    """
+
+    installed: Runtime | None = None
+    running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Runtime]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+
+@dataclass
+class Parked:
+    """The rollout that is trained on, between the hooks of one trainer rank.
+
+    `rollout_data`: slime's own, by identity. `channels`: [r, C] of each sample, None on a pipeline stage without the loss.
+    `weighted`: of each optimizer step, whether any token of any rank carries policy-gradient weight.
+    """
+
+    rollout_data: dict[str, Any]
+    channels: list[Tensor] | None = None
+    weighted: list[bool] = field(default_factory=list)
+
+
+@dataclass
+class TrainerState:
+    """Of one trainer rank, read and written by hooks.py alone.
+
+    `parked`: the rollout under way, set by `advantages` or `data_post_process`, replaced by the next rollout's; `coef`: the KL
+    coefficient of `objective.kl_target`, made before the first step and kept to the end.
+    """
+
+    parked: Parked | None = None
+    coef: AdaptiveCoef | None = None
+
+
+@dataclass
+class State:
+    """Everything of one process. `settings`: the configuration, and the arguments that it was made from (settings.py's).
+
+    >>> state = State(settings=(None, RunConfig()))
+    >>> state.reset()
+    >>> state == State()
+    True
+    """
+
+    settings: tuple[Any, RunConfig] | None = None
+    manager: ManagerState = field(default_factory=ManagerState)
+    trainer: TrainerState = field(default_factory=TrainerState)
+
+    def reset(self) -> None:
+        """Forget everything, as a new process."""
+        self.settings, self.manager, self.trainer = None, ManagerState(), TrainerState()
+
+
+STATE = State()
+"""This process's."""

@@ -1,0 +1,119 @@
+"""Whether a plan fits: the trainer's cut divides the model, and trainer, engines and main memory stay within what there is.
+
+memory.py has the formulas and layout.py the places; here they are held against the machines, and become lines for a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime_tandem.config import ClusterConfig, RunConfig
+from slime_tandem.errors import ConfigError
+from slime_tandem.megatron.architecture import Architecture
+from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Group, Layout
+from slime_tandem.slime_launch.memory import (
+    GIB,
+    RESERVED,
+    EngineMemory,
+    TrainerMemory,
+    engine_memory,
+    host_bytes,
+    trainer_memory,
+)
+
+
+def check_context(config: RunConfig, arches: Mapping[str, Architecture], junior: Architecture | None) -> None:
+    """SGLang refuses a request of more tokens than the model has positions for: every response would fail.
+
+    `arches`: by the name of the group that serves it; `junior`: the one inside the fused engine. Raises ConfigError.
+    """
+    writers = {"senior": arches[ACTOR], "junior": junior or (arches.get(JUNIOR) if config.tandem.enabled else None)}
+    for role, arch in writers.items():
+        cap = config.sampling.max_new_tokens
+        if arch is not None and cap >= arch.max_positions:
+            expected = f"below the {arch.max_positions} positions of the {role}, which prompt and response share"
+            raise ConfigError("sampling.max_new_tokens", cap, expected, "lower it")
+
+
+def check_memory(
+    config: RunConfig, place: Layout, arches: Mapping[str, Architecture], junior: Architecture | None
+) -> list[str]:
+    """One line for the trainer, for each group of engines, and for the main memory of a machine; GiB.
+
+    Raises ConfigError where sizes do not divide, or where one of the three does not suffice.
+    """
+    c, arch = config.cluster, arches[ACTOR]
+    _check_cut(config, place, arch)
+    trainer = trainer_memory(arch, c, place.trainer_gpus)
+    lines = [_trainer_line(trainer, c)]
+    on_host = host_bytes(trainer, offloaded=c.colocate, reference=config.objective.kl_coef > 0) * min(
+        place.trainer_gpus, c.gpus_per_node
+    )
+    for group in place.groups:
+        models = [arches[group.name]] + ([junior] if junior is not None and group.name == ACTOR else [])
+        _check_heads(models, group)
+        engine = engine_memory(models, group.gpus_per_engine, c)
+        lines.append(_engine_line(engine, group, config))
+        if group.shared and (not group.update_weights or junior is not None):
+            on_host += engine.weights * min(group.gpus, c.gpus_per_node)
+    return [*lines, _host_line(on_host, c)]
+
+
+def _check_cut(config: RunConfig, place: Layout, arch: Architecture) -> None:
+    """Raise ConfigError where the parallel sizes do not divide the senior, or the data parallel size an update's responses."""
+    c = config.cluster
+    for field, value, of, what in (
+        ("tensor_parallel", c.tensor_parallel, arch.num_heads, "the senior's attention heads"),
+        ("tensor_parallel", c.tensor_parallel, arch.num_kv_heads, "its KV heads"),
+        ("tensor_parallel", c.tensor_parallel, arch.ffn_size, "its MLP"),
+        ("pipeline_parallel", c.pipeline_parallel, arch.num_layers, "its layers"),
+    ):
+        if of % value:
+            raise ConfigError(f"cluster.{field}", value, f"a divisor of {of}, {what}", "change it")
+    data_parallel = place.trainer_gpus // (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
+    batch = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
+    if batch % data_parallel:
+        expected = f"a multiple of {data_parallel}, the data parallel size, in each of the updates"
+        raise ConfigError("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
+
+
+def _check_heads(models: list[Architecture], group: Group) -> None:
+    for model in models:
+        if model.num_heads % group.gpus_per_engine:
+            field = {ACTOR: "senior_tp", JUNIOR: "junior_tp"}.get(group.name, "teacher_tp")
+            expected = f"a divisor of {model.num_heads} attention heads"
+            raise ConfigError(f"cluster.{field}", group.gpus_per_engine, expected, "change it")
+
+
+def _trainer_line(t: TrainerMemory, c: ClusterConfig) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    shown = ", ".join(f"{name} {getattr(t, name) / GIB:.1f}" for name in parts) + f", reserve {RESERVED / GIB:.1f}"
+    total = t.total + RESERVED
+    if total > int(c.gpu_memory_gib * GIB):
+        expected = f"at most {c.gpu_memory_gib:g}: {shown}"
+        remedy = "raise cluster.tensor_parallel, pipeline_parallel or trainer_gpus, lower max_tokens_per_gpu, or set recompute"
+        raise ConfigError("memory of the trainer, GiB a GPU", round(total / GIB, 1), expected, remedy)
+    return f"memory, GiB a GPU of {c.gpu_memory_gib:g}: trainer {shown}: {total / GIB:.1f}"
+
+
+def _engine_line(e: EngineMemory, group: Group, config: RunConfig) -> str:
+    c, wanted = config.cluster, config.sampling.max_new_tokens
+    if e.kv_tokens < wanted:
+        room = c.mem_fraction * c.gpu_memory_gib
+        expected = f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
+        remedy = "raise its tp or cluster.mem_fraction"
+        raise ConfigError(f"KV cache of {group.name}, tokens", e.kv_tokens, expected, remedy)
+    return (
+        f"{group.name}: weights {e.weights / GIB:.1f} GiB, KV cache {e.kv_tokens * e.kv_per_token / GIB:.1f} GiB a GPU: "
+        f"{e.kv_tokens:,} tokens an engine, {e.kv_per_token:,} bytes a token and GPU"
+    )
+
+
+def _host_line(on_host: int, c: ClusterConfig) -> str:
+    if on_host > c.host_memory_gib * GIB:
+        expected, remedy = f"at most {c.host_memory_gib:g}", "use more machines, or do not colocate"
+        raise ConfigError("main memory of a machine, GiB", round(on_host / GIB, 1), expected, remedy)
+    return (
+        f"main memory of a machine: {on_host / GIB:.1f} GiB of {c.host_memory_gib:g} (weights of trainer and frozen models"
+        f"{', optimizer while engines write' if c.colocate else ''})"
+    )

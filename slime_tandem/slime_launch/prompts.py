@@ -1,0 +1,86 @@
+"""The prompt files of a plan, and slime's flags that name them.
+
+They hold the run's own prompts, so that both runtimes train and test on the same. It makes texts and writes nothing; models,
+GPUs and the loss are not its business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError
+from slime_tandem.slime_launch.layout import to_yaml
+from slime_tandem.types import Prompt
+
+
+def prompt_data(config: RunConfig, folder: Path, *, with_junior: str) -> tuple[list[str], dict[Path, str]]:
+    """(flags of the prompt data, text of each file in `folder` that they name).
+
+    `with_junior`: import string of the function by which an evaluation set is co-written. Raises ConfigError for tasks without
+    prompts to train on, for prompts without a label that nobody else rewards, and for prompts that JSON cannot hold.
+    """
+    from slime_tandem.tasks.families import TaskSet  # reasoning-gym: not for those who only ask for sizes
+
+    tasks = TaskSet(config.tasks, config.seed)
+    listed = all(spec.family == "jsonl" for spec in config.tasks)
+    prompts, heldout, sets = folder / "prompts.jsonl", folder / "heldout.jsonl", folder / "eval.yaml"
+    texts = {prompts: _lines(_training_prompts(config, tasks, listed=listed))}
+    flags = ["--prompt-data", str(prompts)]
+    flags += ["--input-key", "messages", "--label-key", "label", "--metadata-key", "metadata"]
+    flags += ["--apply-chat-template", "--rollout-seed", str(config.seed)]
+    if listed:
+        flags.append("--rollout-shuffle")
+    if config.eval.every is not None:
+        texts[heldout] = _lines(tasks.heldout_prompts(config.eval.prompts))
+        texts[sets] = to_yaml(_evaluation(config, heldout, with_junior))
+        flags += ["--eval-interval", str(config.eval.every), "--eval-config", str(sets)]
+    return flags, texts
+
+
+def _training_prompts(config: RunConfig, tasks: Any, *, listed: bool) -> list[Prompt]:
+    """Those of the local run in its order; of a file of prompts all but the held out, which slime then shuffles."""
+    from slime_tandem.tasks.families import is_held_out
+
+    if listed:
+        train = [p for p in tasks.listed_prompts if not is_held_out(p.messages)]
+    else:
+        train = [
+            p for step in range(config.train.steps) for p in tasks.train_prompts(step, config.train.prompts_per_step)
+        ]
+    if not train:
+        raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
+    unlabelled = next((p for p in train if p.label is None), None)
+    if unlabelled is not None and config.cluster.reward is None:
+        expected = "a label on every prompt, which the reward compares answers with"
+        raise ConfigError("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward")
+    return train
+
+
+def _evaluation(config: RunConfig, prompts: Path, with_junior: str) -> Mapping[str, Any]:
+    both: dict[str, Any] = {"path": str(prompts), "input_key": "messages", "label_key": "label"}
+    both["n_samples_per_eval_prompt"] = config.eval.samples_per_prompt
+    sets = [{"name": "solo", **both}]
+    if config.tandem.enabled or config.eval.tandem:
+        sets.append({"name": "tandem", **both, "custom_generate_function_path": with_junior})
+    return {"eval": {"datasets": sets}}
+
+
+def _lines(prompts: Sequence[Prompt]) -> str:
+    return "".join(map(_line, prompts))
+
+
+def _line(prompt: Prompt) -> str:
+    row = {
+        "messages": [m.as_dict() for m in prompt.messages],
+        "label": prompt.label,
+        "metadata": {**prompt.metadata, "task": prompt.task, "prompt_id": prompt.prompt_id},
+    }
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except TypeError as error:
+        expected = f"prompts that JSON can hold ({error})"
+        raise ConfigError("tasks", prompt.task, expected, "choose another data set for slime") from None
