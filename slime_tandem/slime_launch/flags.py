@@ -248,7 +248,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str]]:
     """Flags of the prompt data, and the files: the run's own prompts, so that both runtimes train and test on the same."""
-    from slime_tandem.tasks.families import TaskSet, is_held_out  # reasoning-gym: not for those who only ask for sizes
+    from slime_tandem.tasks.families import TaskSet  # reasoning-gym: not for those who only ask for sizes
+    from slime_tandem.tasks.family import is_held_out
 
     tasks = TaskSet(config.tasks, config.seed)
     if all(spec.family == "jsonl" for spec in config.tasks):
@@ -259,10 +260,13 @@ def _prompts(config: RunConfig, folder: Path) -> tuple[list[str], dict[Path, str
         ]
     if not train:
         raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
-    unlabelled = next((p for p in train if p.label is None), None)
+    by_label = {i for i, spec in enumerate(config.tasks) if spec.reward in (None, "label")}
+    unlabelled = next((p for p in train if p.label is None and p.metadata["spec"] in by_label), None)
     if unlabelled is not None and config.cluster.reward is None:
         expected = "a label on every prompt, which the reward compares answers with"
-        raise ConfigError("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward")
+        raise ConfigError(
+            "tasks", unlabelled.task, expected, "choose another data set, or set tasks[].reward or cluster.reward"
+        )
     files = {folder / "prompts.jsonl": train}
     flags = [
         "--prompt-data",
