@@ -79,7 +79,10 @@ class ScorerEngine:
         return [await self._answer(request) for request in requests]
 
     async def _answer(self, request: GenerateRequest) -> GenerateResult:
-        assert request.max_new_tokens == 0 == request.top_logprobs_num, "settings with lists are refused"
+        if request.max_new_tokens or request.top_logprobs_num:
+            expected = "requests for the log-probs of given ids alone"
+            remedy = "set opd.signal=sampled and opd.selection.selector=pure_opd, or give this teacher a model"
+            raise EngineRejectedError(f"scorer of {self._name}", "lists of likely tokens", expected, remedy)
         start = request.logprob_start_len + 1
         try:
             values = [float(value) for value in await self._scorer.log_probs(request.input_ids, start)]

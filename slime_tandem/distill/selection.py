@@ -9,6 +9,7 @@ code does). What the scores mean is `teachability.py`'s.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_tandem.config import SELECTOR_ALIASES, Budget, Selector
-from slime_tandem.distill.teachability import TokenScores
-from slime_tandem.errors import DataError
+from slime_tandem.distill.teachability import Normalised, TokenScores
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.extensions import find, is_own
 from slime_tandem.types import BoolArray, FloatArray
 
@@ -141,8 +142,18 @@ RANKERS: Mapping[str, Ranker] = {
 
 
 def find_ranker(name: str) -> Ranker:
-    """The function of a selector; raises ConfigError for a user's own that cannot be imported."""
-    return find(name, RANKERS, "opd.selection.selector")
+    """The function of a selector; raises ConfigError for a user's own that cannot be imported, or fails on a small example."""
+    found = find(name, RANKERS, "opd.selection.selector")
+    if is_own(name):
+        tokens = [Normalised(x, x) for x in (np.linspace(0.0, 1.0, 4), np.linspace(1.0, 0.0, 4), np.full(4, 0.5))]
+        valid = np.array([True, True, False, True])
+        try:
+            _rankings(found(TokenScores(*tokens, valid), 0.5), valid, name)
+        except (Exception, SystemExit) as error:  # the user's code, or our refusal of what it answers
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            expected = f"a function of (scores, gamma) to a value per token; on four tokens: {why}"
+            raise ConfigError("opd.selection.selector", name, expected, "mend it (docs/extending.md)") from error
+    return found
 
 
 def resolve_selector(name: str) -> str:
@@ -203,6 +214,8 @@ def _rankings(answer: object, valid: BoolArray, selector: str) -> list[Ranking]:
     def refused(value: object, expected: str) -> DataError:
         return DataError(f"answer of selector {selector}", value, expected, "mend the function (docs/extending.md)")
 
+    if inspect.iscoroutine(answer):
+        answer.close()
     found = [answer] if isinstance(answer, (np.ndarray, Ranking)) else answer
     if not isinstance(found, Sequence) or not found:
         raise refused(answer, "an array [N], a Ranking, or several of these")

@@ -6,13 +6,15 @@ import ast
 import inspect
 import sys
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ConfigError
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.tasks.families import EVALUATED_AS_CODE, TaskSet
 from slime_tandem.tasks.family import INSTRUCTION, is_held_out
 from slime_tandem.types import Prompt
@@ -220,3 +222,120 @@ def test_a_family_whose_scorer_runs_text_is_refused_by_name(family: str) -> None
         ConfigError, match=rf"tasks\.0\.family='{family}': expected a data set whose scorer does not run"
     ):
         TaskSet([TaskSpec(family=family)], seed=0)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes a module of the user's; gives the name of its `f`."""
+
+    def make(name: str, text: str) -> str:
+        head = "from slime_tandem.types import Message, Prompt\nfrom slime_tandem.tasks.family import make_prompt\n"
+        (tmp_path / f"{name}.py").write_text(f"{head}{text}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return f"{name}:f"
+
+    return make
+
+
+COUNT = """
+class f:
+    def __init__(self, spec, where):
+        self.spec, self.where = spec, where
+    def stream(self, key):
+        n = len(key)
+        while True:
+            yield make_prompt("count", [Message("user", str(n))], metadata={"n": n})
+            n += 1
+    def reward(self, prompt, text):
+        return float(text == str(prompt.metadata["n"]))
+"""
+
+
+def test_a_family_of_ones_own_beside_a_built_in_one(own: Callable[[str, str], str]) -> None:
+    tasks = TaskSet([SUMS, TaskSpec(family=own("fam_count", COUNT), config={"a": 1})], seed=0)
+    prompts = tasks.train_prompts(0, 20)
+    assert {p.task for p in prompts} == {"chain_sum", "count"}
+    for prompt in prompts:
+        right = prompt.messages[0].content if prompt.task == "count" else f"<answer>{prompt.label}</answer>"
+        assert prompt.metadata["spec"] == (prompt.task == "count")
+        assert tasks.correct(prompt, right)
+        assert tasks.reward(prompt, "no") == 0.0
+    assert not {p.prompt_id for p in prompts} & {p.prompt_id for p in tasks.heldout_prompts(6)}
+    assert tasks.train_prompts(3, 5) == tasks.train_prompts(3, 5)
+    assert tasks.listed_prompts == []
+
+
+def test_a_family_may_list_its_prompts(own: Callable[[str, str], str]) -> None:
+    name = own("fam_listed", COUNT + "    prompts = (make_prompt('count', [Message('user', '1')], metadata={'n': 1}),)")
+    assert [p.metadata["spec"] for p in TaskSet([SUMS, TaskSpec(family=name)], 0).listed_prompts] == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("f = 3", "it is a int"),
+        ("class f: pass", r"one that can be made \(TypeError"),
+        ("def f(spec, where): raise SystemExit(0)", r"one that can be made \(SystemExit: 0\)"),
+        ("def f(spec, where): return spec", r"something that makes a task family \(`stream` and `reward`\)"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_family_that_is_none_is_refused(own: Callable[[str, str], str], text: str, says: str) -> None:
+    name = own(f"fam_bad_{abs(hash(text))}", text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        TaskSet([TaskSpec(family=name)], 0)
+    assert (caught.value.field, caught.value.value) == ("tasks.0.family", name)
+
+
+def test_what_a_family_streams_must_be_prompts(own: Callable[[str, str], str]) -> None:
+    name = own("fam_text", "class f:\n  def __init__(self, *a): pass\n  def reward(self, p, t): return 0\n"
+                           "  def stream(self, key):\n    while True: yield 'text'")  # fmt: skip
+    with pytest.raises(DataError, match=r"tasks\.0\.family: stream='text': expected prompts"):
+        TaskSet([TaskSpec(family=name)], 0).train_prompts(0, 1)
+
+
+def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "say a"}\n{"prompt": "say b", "label": "b"}\n')
+    reward = own("rew_letter", "def f(prompt, text): return int(prompt.messages[0].content[-1] in text)")
+    tasks = TaskSet(
+        [TaskSpec(family="jsonl", path=str(file), reward=reward), SUMS.model_copy(update={"reward": "label"})], 0
+    )
+    a, b = tasks.listed_prompts
+    assert (a.label, b.label) == (None, "b")
+    assert tasks.reward(a, "a!") == 1.0
+    assert tasks.reward(a, "<answer>c</answer>") == 0.0
+    (total,) = [p for p in tasks.train_prompts(0, 30) if p.task == "chain_sum"][:1]
+    assert tasks.correct(total, f"\\boxed{{{total.label}.0}}"), "by math-verify"
+    with pytest.raises(DataError, match=r"label=None: expected a non-empty string or a number"):
+        TaskSet([TaskSpec(family="jsonl", path=str(file), reward="label")], 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 2", "=2: expected a number in"),
+        ("return -0.1", "=-0.1: expected a number in"),
+        ("return float('nan')", "=nan: expected a number in"),
+        ("return None", "=None: expected a number in"),
+        ("return '1.5x'", "expected a number in"),
+        ("raise KeyError('x')", "KeyError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("async def g(): return 1.0\n    return g()", "<coroutine"),
+    ],
+)
+def test_a_reward_that_answers_anything_else_stops_the_run(
+    own: Callable[[str, str], str], body: str, says: str
+) -> None:
+    reward = own(f"rew_bad_{abs(hash(body))}", f"def f(prompt, text):\n    {body}")
+    tasks = TaskSet([SUMS.model_copy(update={"reward": reward})], 0)
+    prompt = tasks.train_prompts(0, 1)[0]
+    with pytest.raises(DataError, match=r"in \[0, 1\]\. Remedy: mend the function") as caught:
+        tasks.reward(prompt, "x")
+    assert says in str(caught.value)
+    assert caught.value.field == f"reward of tasks.0 at prompt {prompt.prompt_id}"
+
+
+def test_an_async_reward_is_refused_at_the_start(own: Callable[[str, str], str]) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.0\.reward=.*no coroutine"):
+        TaskSet([SUMS.model_copy(update={"reward": own("rew_async", "async def f(prompt, text): return 1.0")})], 0)
