@@ -48,6 +48,8 @@ _SLIMES_OWN: dict[str, str] = {
 }
 """Our settings that have no meaning under slime -> what says it there."""
 
+_OUR_REWARD = "slime_tandem.slime_hooks.hooks.reward"
+
 _held: tuple[Any, RunConfig] | None = None
 
 
@@ -142,6 +144,7 @@ def check_flags(args: Any, config: RunConfig) -> None:
         if value := getattr(args, name, None):
             why = "not to be set with our loss, which does not have it"
             raise ConfigError(_flag(name), value, why, "remove it; slime_tandem.objective has what our loss has")
+    _check_rewards(args, config)
     _check_objective(args, config)
     _check_truncation(args, config, trains=custom_loss and channels)
     if scores_by_id(config) and not getattr(args, "custom_generate_function_path", None):
@@ -178,6 +181,15 @@ def check_flags(args: Any, config: RunConfig) -> None:
             "not to be set where whole rows of logits are read: those of a rank are not the tokens of its channels"
         )
         raise ConfigError("--allgather-cp", True, expected, "remove it, or set opd.signal=sampled")
+
+
+def _check_rewards(args: Any, config: RunConfig) -> None:
+    """Refuse rewards of tasks beside a reward of slime's, which would be the one that counts."""
+    rewards = [task.reward for task in config.tasks if task.reward is not None]
+    path, kind = getattr(args, "custom_rm_path", None), getattr(args, "rm_type", None)
+    if rewards and (kind or path not in (None, _OUR_REWARD)):
+        flag, value = ("--rm-type", kind) if kind else ("--custom-rm-path", path)
+        raise ConfigError(flag, value, f"not to be set with {KEY}.tasks[].reward={rewards}", "remove one of the two")
 
 
 def _check_objective(args: Any, config: RunConfig) -> None:
