@@ -110,7 +110,7 @@ def test_a_prompt_file_goes_whole_but_for_its_held_out_tenth(sized: Sized, tmp_p
     assert "--rollout-shuffle" in launch.flags
 
 
-def test_prompts_without_labels_need_a_reward_of_ones_own(tmp_path: Path) -> None:
+def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(60)))
     task = {"family": "jsonl", "path": str(file), "reward": "my.rewards:f"}
