@@ -145,10 +145,10 @@ def find_ranker(name: str) -> Ranker:
     """The function of a selector; raises ConfigError for a user's own that cannot be imported, or fails on a small example."""
     found = find(name, RANKERS, "opd.selection.selector")
     if is_own(name):
-        tokens = [Normalised(x, x) for x in (np.linspace(0.0, 1.0, 4), np.linspace(1.0, 0.0, 4), np.full(4, 0.5))]
+        h, d, c = (Normalised(x, x) for x in (np.linspace(0.0, 1.0, 4), np.linspace(1.0, 0.0, 4), np.full(4, 0.5)))
         valid = np.array([True, True, False, True])
         try:
-            _rankings(found(TokenScores(*tokens, valid), 0.5), valid, name)
+            _rankings(found(TokenScores(h, d, c, valid), 0.5), valid, name)
         except (Exception, SystemExit) as error:  # the user's code, or our refusal of what it answers
             why = " ".join(f"{type(error).__name__}: {error}".split())
             expected = f"a function of (scores, gamma) to a value per token; on four tokens: {why}"

@@ -19,7 +19,7 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -72,7 +72,7 @@ class TaskSet:
         self.specs = tuple(specs)
         self.seed = seed
         self._families = tuple(_make(spec, f"tasks.{index}") for index, spec in enumerate(specs))
-        self._rewards = tuple(
+        self._rewards: tuple[Reward, ...] = tuple(
             family.reward if (own := find_reward(spec, f"tasks.{index}")) is None else own
             for index, (spec, family) in enumerate(zip(specs, self._families, strict=True))
         )
@@ -119,7 +119,7 @@ class TaskSet:
         Some scorers of reasoning-gym give part marks to wrong answers: use `correct` for accuracy. Raises DataError for a
         user's function that raises, or answers anything else.
         """
-        index = prompt.metadata["spec"]
+        index: int = prompt.metadata["spec"]
         spec = self.specs[index]
         if spec.reward is None and not is_own(spec.family):
             return self._rewards[index](prompt, text)
@@ -172,9 +172,10 @@ def find_reward(spec: TaskSpec, where: str) -> Reward | None:
 
 def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> float:
     """What a user's `reward` answers; raises DataError, naming the task `where`, unless that is a number in [0, 1]."""
+    ask: Callable[[Prompt, str], object] = reward
     field = f"reward of {where} at prompt {prompt.prompt_id}"
     try:
-        value = reward(prompt, text)
+        value = ask(prompt, text)
     except TandemError:
         raise
     except (Exception, SystemExit) as error:  # the user's code
@@ -183,7 +184,7 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
     if inspect.iscoroutine(value):
         value.close()
     try:
-        score = float(value)
+        score = float(value)  # type: ignore[arg-type]  # anything: TypeError says what it is not
     except (TypeError, ValueError):
         score = math.nan
     if not 0.0 <= score <= 1.0:
@@ -192,7 +193,7 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
 
 
 def _make(spec: TaskSpec, where: str) -> Family:
-    make = find_family(spec.family, f"{where}.family")
+    make: Callable[[TaskSpec, str], object] = find_family(spec.family, f"{where}.family")
     try:
         family = make(spec, where)
     except TandemError:

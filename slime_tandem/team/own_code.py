@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slime_tandem.config import RunConfig, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.scorer import MakeScorer, Scorer, ScorerEngine, TokenizerOfScorer
+from slime_tandem.distill.scorer import Scorer, ScorerEngine, TokenizerOfScorer
 from slime_tandem.distill.selection import find_ranker
 from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import ConfigError, TandemError
@@ -32,7 +34,7 @@ def own_teacher(spec: TeacherSpec, student: ModelTokenizer, config: RunConfig) -
     """
     assert spec.scorer is not None
     field = f"opd.teachers, {spec.name}: scorer"
-    make: MakeScorer = find(spec.scorer, {}, field)
+    make: Callable[[TeacherSpec, ModelTokenizer], object] = find(spec.scorer, {}, field)
     try:
         scorer = make(spec, student)
     except TandemError:

@@ -18,7 +18,9 @@ from slime_tandem import cli
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, SETTINGS_KEY, plan, split
-from slime_tandem.tasks.families import TaskSet, is_held_out, parse_messages
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.family import is_held_out
+from slime_tandem.tasks.jsonl import parse_messages
 
 Sized = Callable[..., RunConfig]
 
