@@ -38,14 +38,15 @@ def test_type_checkers_see_what_is_there() -> None:
 
 
 def test_the_import_is_light() -> None:
-    code = "import json, sys, slime_tandem; print(json.dumps([m for m in sys.modules if 'slime_tandem' in m or 'torch' in m]))"
+    names = "[m for m in sys.modules if m.split('.')[0] in ('slime_tandem', 'torch')]"
+    code = f"import json, sys, slime_tandem; print(json.dumps({names}))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
     assert json.loads(out) == ["slime_tandem"]
 
 
 def test_every_public_name_is_documented_with_its_signature() -> None:
-    for name in {*slime_tandem.__all__} - {"__version__", "OpdConfig", "ObjectiveConfig", "BoundaryRecord", "Run"}:
-        assert f"`{name}" in TEXT, name
+    for name in {*slime_tandem.__all__} - {"__version__"}:
+        assert re.search(rf"\b{name}\b", TEXT), name
     for name in ("train", "evaluate", "score", "align", "open_run", "authorship", "tandem_loss"):
         parameters = inspect.signature(getattr(slime_tandem, name)).parameters
         (line,) = re.findall(rf"^`{name}\((.*)\) -> ", TEXT, re.MULTILINE)
