@@ -55,7 +55,7 @@ ALLOWED = {
         "team", "training", "tasks", "objective", "rollout", "distill", "engines", "protocol", "models", "tokens",
     },
     "slime_launch": {"slime_hooks", "megatron", "models", "tasks", "team", "engines", "local"},
-    "api": set(ROOMS) - {"cli", "slime_launch", "slime_hooks"},
+    "api": {"rollout", "distill", "report", "models", "team", "local", "evaluation"},
     "cli": set(ROOMS),
 }  # fmt: skip
 """Rooms that a room may stand on, beside itself, `errors`, `types`, `files`, `signals` and `config`."""
