@@ -184,7 +184,8 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
     if inspect.iscoroutine(value):
         value.close()
     try:
-        score = float(value)  # type: ignore[arg-type]  # anything: TypeError says what it is not
+        # A text would be read as a number; all else that is none raises TypeError.
+        score = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         score = math.nan
     if not 0.0 <= score <= 1.0:

@@ -318,7 +318,7 @@ def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tm
         ("return -0.1", "=-0.1: expected a number in"),
         ("return float('nan')", "=nan: expected a number in"),
         ("return None", "=None: expected a number in"),
-        ("return '1.5x'", "expected a number in"),
+        ("return '0.5'", "='0.5': expected a number in"),
         ("raise KeyError('x')", "KeyError"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("async def g(): return 1.0\n    return g()", "<coroutine"),
