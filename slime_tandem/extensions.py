@@ -37,7 +37,8 @@ def find(name: str, built_in: Mapping[str, T], field: str, kind: type[T] | None 
     def refusal(why: str) -> ConfigError:
         close = difflib.get_close_matches(name, built_in, n=1, cutoff=0.6)
         remedy = f"did you mean {close[0]!r}?" if close else "correct the name, or the import path"
-        return ConfigError(field, name, f"{', '.join(sorted(built_in))} or module:attribute ({why})", remedy)
+        known = f"{', '.join(sorted(built_in))} or " if built_in else ""
+        return ConfigError(field, name, f"{known}module:attribute ({why})", remedy)
 
     if name in built_in:
         return built_in[name]

@@ -51,6 +51,7 @@ from slime_tandem.config.run import (
 )
 from slime_tandem.config.section import (
     Ignored,
+    Named,
     Probability,
     Section,
     http_url,
@@ -83,6 +84,7 @@ __all__ = [
     "KlGuard",
     "MissingMass",
     "ModelsConfig",
+    "Named",
     "Normalisation",
     "ObjectiveConfig",
     "OpdConfig",

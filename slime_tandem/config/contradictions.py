@@ -168,6 +168,24 @@ AFTER_MISUSE: tuple[Rule, ...] = (
         lambda c: "models.teacher and engine.teacher_url at their defaults, the list replaces them",
         "move them into an entry of opd.teachers (model, url)",
     ),
+    *(
+        Rule(
+            field,
+            lambda c, lists=lists: any(t.scorer is not None for t in c.opd.teachers) and lists(c),  # type: ignore[misc]
+            lambda c, usual=usual: f"{usual} with a teacher by `scorer`, which gives no lists of likely tokens",  # type: ignore[misc]
+            "set it, or give that teacher a model",
+        )
+        for field, usual, lists in (
+            ("opd.signal", "sampled", lambda c: c.opd.signal != "sampled"),
+            ("opd.selection.selector", "pure_opd", lambda c: c.opd.selection.mask != "full"),
+        )
+    ),
+    Rule(
+        "cluster.reward",
+        lambda c: c.cluster.reward is not None and any(task.reward is not None for task in c.tasks),
+        lambda c: "null with tasks[].reward, or slime would reward by one and this machine by the other",
+        "remove one of the two",
+    ),
     Rule(
         "tandem.enabled",
         lambda c: _fused(c) and not c.tandem.enabled,

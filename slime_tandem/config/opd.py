@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from slime_tandem.config.section import Ignored, Section, http_url
+from slime_tandem.config.section import Ignored, Named, Section, http_url
+from slime_tandem.extensions import is_own
 
 OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
+"""A built-in signal."""
 AlignmentPolicy = Literal["strict", "even", "proportional", "chain_rule"]
 Thinking = Literal["keep", "text", "drop"]
 Support = Literal["teacher", "student", "union"]
@@ -16,8 +18,9 @@ Selector = Literal[
     "full", "dlearn_high", "ca_softor", "entropy", "tip", "divergence", "random", "compatibility", "dincompat_high",
     "q3", "q3_highc", "q3_lowc", "q3_dlearn_high", "q3_dlearn_low", "q3_dincompat_high", "split_budget_ca",
 ]  # fmt: skip
+"""A built-in selector."""
 SelectorName = Literal[Selector, "pure_opd", "teachability", "teachability_entropy"]
-"""A selector, or its name in launch scripts."""
+"""A built-in selector, or its name in launch scripts."""
 Budget = Literal["batch", "sequence"]
 MissingMass = Literal["exact", "rest", "fill"]
 Compatibility = Literal["mass", "overlap", "bhattacharyya", "prefix"]
@@ -40,7 +43,14 @@ class TeacherSpec(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="its name; a prompt's `metadata.teacher` may choose it"
     )
-    model: str = Field(description="local Hugging Face folder, or builtin:<name>, any tokenizer")
+    model: str = Field(
+        "", description="local Hugging Face folder, or builtin:<name>, any tokenizer; needed without `scorer`"
+    )
+    scorer: str | None = Field(
+        None,
+        description="a scorer of your own in the place of a served model, as module:attribute (docs/extending.md); it is given "
+        "this entry",
+    )
     url: str | None = Field(None, description="use this running server (SGLang or `slime-tandem serve`)")
     tasks: tuple[str, ...] | None = Field(
         None, min_length=1, description="task tags that it scores; null: every task that no other teacher names"
@@ -55,6 +65,14 @@ class TeacherSpec(Section):
         default_factory=dict, description="passed to its chat template, e.g. {enable_thinking: false}"
     )
 
+    @model_validator(mode="after")
+    def _a_model_or_a_scorer(self) -> TeacherSpec:
+        if not self.model and self.scorer is None:
+            raise ValueError("a `model`, or a `scorer` of your own; give one of them")
+        if self.scorer is not None and (self.url is not None or not is_own(self.scorer)):
+            raise ValueError("a `scorer` as module:attribute and no `url`, as it is asked in the run's own process")
+        return self
+
     @field_validator("url")
     @classmethod
     def _is_http_url(cls, value: str | None) -> str | None:
@@ -64,10 +82,10 @@ class TeacherSpec(Section):
 class SelectionConfig(Section):
     """Which tokens carry the teacher's signal (TA-OPD, arXiv 2605.26844; docs/teachability.md)."""
 
-    selector: SelectorName = Field(
+    selector: Annotated[str, Named(get_args(SelectorName))] = Field(
         "pure_opd",
-        description="pure_opd (full): every aligned senior token, nothing more is asked of the servers; the others score each "
-        "token by the lists of its likeliest tokens and keep the best",
+        description="pure_opd (full): every aligned senior token, nothing more is asked of the servers; the others, and one of "
+        "your own, score each token by the lists of its likeliest tokens and keep the best",
     )
     ratio: float = Field(1.0, gt=0.0, le=1.0, description="share of the valid tokens that is kept, rounded up")
     budget: Budget = Field("batch", description="the share is taken of the whole rollout, or of each response")
@@ -90,7 +108,12 @@ class SelectionConfig(Section):
     normalisation: Normalisation = Field(
         "batch_quantile", description="how scores come to [0, 1]: 5% to 95% quantile, least to greatest, as they are"
     )
-    gamma: float = Field(0.5, ge=0.0, le=1.0, description="split_budget_ca: share of the budget that goes by entropy")
+    gamma: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="split_budget_ca: share of the budget that goes by entropy; given to a selector of your own, too",
+    )
     denominator: Denominator = Field(
         "selected",
         description="the distillation term is a mean over the selected tokens, or their sum over the number of all valid ones "
@@ -109,19 +132,23 @@ class SelectionConfig(Section):
                 "divergence", "normalisation", "gamma", "denominator", "rules",
             )
         ),
-        Ignored("gamma", lambda s: s.mask != "split_budget_ca", "selector", "choose split_budget_ca"),
+        Ignored(
+            "gamma",
+            lambda s: s.mask != "split_budget_ca" and not is_own(s.mask),
+            "selector",
+            "choose split_budget_ca",
+        ),
         Ignored("prefix_alpha", lambda s: s.compatibility != "prefix", "compatibility", "choose prefix"),
     )  # fmt: skip
 
     @property
-    def mask(self) -> Selector:
-        """The selector itself, whichever of its names was given.
+    def mask(self) -> str:
+        """The selector itself, whichever of its names was given: a `Selector`, or a user's own.
 
         >>> SelectionConfig(selector="teachability", ratio=0.1).mask
         'dlearn_high'
         """
-        named: str = self.selector
-        return SELECTOR_ALIASES.get(named) or cast(Selector, named)
+        return SELECTOR_ALIASES.get(self.selector, self.selector)
 
 
 class OpdConfig(Section):
@@ -134,15 +161,19 @@ class OpdConfig(Section):
     clip: float | None = Field(
         10.0, gt=0.0, description="clamp |log pi_student - log pi_teacher| to so many nats; null: no clip"
     )
-    signal: OpdSignal = Field(
+    signal: Annotated[str, Named(get_args(OpdSignal))] = Field(
         "sampled",
-        description="sampled: log pi_student - log pi_teacher of the sampled token, as an advantage; reverse_kl, forward_kl, "
-        "jsd: a divergence over `top_k` candidates and the rest, as a loss term",
+        description="sampled: log pi_student - log pi_teacher of the sampled token, as an advantage; all others, and one of "
+        "your own: a divergence over `top_k` candidates and the rest, as a loss term",
     )
     top_k: int = Field(16, ge=1, description="candidates per position, all signals but sampled")
     support: Support = Field("teacher", description="whose top-k lists the candidates come from")
     jsd_beta: float = Field(
-        0.5, gt=0.0, lt=1.0, description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon)"
+        0.5,
+        gt=0.0,
+        lt=1.0,
+        description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon); given to "
+        "a signal of your own, too",
     )
     position_discount: float = Field(
         1.0, gt=0.0, le=1.0, description="weight of response position t is this to the power t; 1: all alike"
@@ -174,7 +205,7 @@ class OpdConfig(Section):
     ignored: ClassVar = (
         Ignored("top_k", lambda s: s.signal == "sampled", "signal", "choose reverse_kl, forward_kl or jsd"),
         Ignored("support", lambda s: s.signal == "sampled", "signal", "choose reverse_kl, forward_kl or jsd"),
-        Ignored("jsd_beta", lambda s: s.signal != "jsd", "signal", "choose jsd"),
+        Ignored("jsd_beta", lambda s: s.signal != "jsd" and not is_own(s.signal), "signal", "choose jsd"),
         Ignored("clip", lambda s: s.signal != "sampled", "signal", "choose sampled"),
         Ignored("alignment", lambda s: s.signal != "sampled", "signal", "choose sampled"),
         Ignored("thinking", lambda s: bool(s.teachers), "teachers", "set it on the teachers"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,21 +10,29 @@ from slime_tandem.config.cluster import ClusterConfig
 from slime_tandem.config.engine import EngineConfig, ModelsConfig
 from slime_tandem.config.objective import ObjectiveConfig, OptimizerConfig
 from slime_tandem.config.opd import OpdConfig
-from slime_tandem.config.section import Section
+from slime_tandem.config.section import Named, Section
 from slime_tandem.config.tandem import SamplingConfig, Strategy, TandemConfig
+from slime_tandem.extensions import is_own
 
 
 class TaskSpec(Section):
     """One task family and its share of the prompts."""
 
-    family: str = Field(description="a reasoning-gym data set, or `jsonl`")
+    family: str = Field(description="a reasoning-gym data set, `jsonl`, or one of your own as module:attribute")
     weight: float = Field(1.0, gt=0.0, description="share of the prompts, relative to the other tasks")
-    config: dict[str, Any] = Field(default_factory=dict, description="passed to the reasoning-gym data set")
-    path: str | None = Field(None, description="prompt file, family jsonl only")
-    environment: str | None = Field(
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the reasoning-gym data set, or to a family of your own"
+    )
+    path: str | None = Field(None, description="prompt file of family jsonl; a family of your own may have one, too")
+    reward: Annotated[str, Named(("label",))] | None = Field(
         None,
-        description="what answers between the models' turns: calculator, or a function of your own as module:function "
-        "(docs/distillation.md); null: one turn",
+        description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
+        "module:attribute (prompts then need no label); null: the family's own scorer",
+    )
+    environment: Annotated[str, Named(("calculator",))] | None = Field(
+        None,
+        description="what answers between the models' turns: calculator, or a function of your own as module:attribute "
+        "(docs/extending.md); null: one turn",
     )
     max_turns: int = Field(2, ge=2, description="with an environment: most turns of the models in one response")
 
@@ -36,9 +44,14 @@ class TaskSpec(Section):
 
     @model_validator(mode="after")
     def _path_goes_with_jsonl(self) -> TaskSpec:
-        if (self.family == "jsonl") != (self.path is not None):
+        if not is_own(self.family) and (self.family == "jsonl") != (self.path is not None):
             raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
         return self
+
+    @property
+    def tags_its_prompts(self) -> bool:
+        """Whether `Prompt.task` is the prompts' own affair, and not the family's name."""
+        return self.family == "jsonl" or is_own(self.family)
 
 
 class TrainConfig(Section):

@@ -97,6 +97,9 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
     if plan.compatibility == "prefix":
         remedy = "choose mass, overlap or bhattacharyya"
         raise ConfigError("--compatibility", "prefix", "one that needs no neighbours: tokens may be masked", remedy)
+    if any(spec.scorer is not None for spec in config.opd.teachers):
+        expected = "teachers with a model: a bank holds lists of likely tokens"
+        raise ConfigError("opd.teachers", [spec.name for spec in config.opd.teachers], expected, "give it one")
     config = _for_bank(config)
     tasks = None if plan.responses else TaskSet(config.tasks, config.seed)
     with Team(Roster(config), config.run_dir / "logs") as team:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_tandem.config import SelectionConfig, Selector
+from slime_tandem.config import SelectionConfig
 from slime_tandem.distill.selection import COMPARED, SELECTION_METRICS, TokenKeys, overlap, select, selection_metrics
 from slime_tandem.distill.teachability import raw_scores, token_scores
 from slime_tandem.errors import DataError
@@ -67,7 +67,7 @@ def opd_mask(
         raw, valid, settings.normalisation, reverse=settings.divergence == "reverse", reference=reference
     )
 
-    def choose(selector: Selector) -> BoolArray:
+    def choose(selector: str) -> BoolArray:
         return select(
             scores, tokens, selector, settings.ratio,
             seed=keys[0].seed, rollout_id=keys[0].rollout_id, budget=settings.budget,

@@ -1,6 +1,7 @@
 """Which tokens carry the teacher's signal: budgets over scores. Pure, linear in tokens.
 
-A selector ranks valid tokens and keeps ceil(ratio * their number), at least one, over the whole rollout batch or per
+A selector is a function of scores that ranks the tokens (`Ranker`); built-in ones and a user's own, `module:attribute`, come
+through one table. Of the valid tokens ceil(ratio * their number) are kept, at least one, over the whole rollout batch or per
 response. Ties are broken by a hash of (seed, rollout, response, position), never by position: clipped scores tie the top
 5% of tokens, and a rule that then prefers early ones selects the beginnings of responses (TIP's and TA-OPD's published
 code does). What the scores mean is `teachability.py`'s.
@@ -8,8 +9,9 @@ code does). What the scores mean is `teachability.py`'s.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -17,17 +19,22 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_tandem.config import SELECTOR_ALIASES, Budget, Selector
-from slime_tandem.distill.teachability import TokenScores
-from slime_tandem.errors import DataError
+from slime_tandem.distill.teachability import Normalised, TokenScores
+from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.extensions import find, is_own
 from slime_tandem.types import BoolArray, FloatArray
 
 __all__ = [
     "ALIASES",
     "COMPARED",
+    "RANKERS",
     "SELECTION_METRICS",
     "Budget",
+    "Ranker",
+    "Ranking",
     "Selector",
     "TokenKeys",
+    "find_ranker",
     "overlap",
     "resolve_selector",
     "select",
@@ -75,15 +82,89 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return x ^ (x >> np.uint64(31))
 
 
-def resolve_selector(name: str) -> Selector:
-    """A selector by its own name or a script alias; raises DataError for another.
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """An order of tokens [N], the best first: by `score`, ties by `ties`, then by the token's hash.
+
+    `score` None: by the hash alone. `among` [N]: the tokens that may be chosen at all, None: every valid one. `share`: the part
+    of the budget that goes by this ranking, where a selector gives several; the last takes what is left.
+    """
+
+    score: FloatArray | None
+    ties: FloatArray | None = None
+    among: BoolArray | None = None
+    share: float = 1.0
+
+
+Ranker = Callable[[TokenScores, float], FloatArray | Ranking | Sequence[Ranking]]
+"""What a selector is: (scores of all tokens [N], `opd.selection.gamma`) -> a score per token [N], the largest is kept first; or
+a `Ranking`; or several. A pure function: equal scores get equal answers. What it says of invalid tokens does not count."""
+
+
+def _joint(s: TokenScores) -> FloatArray:
+    return np.asarray(s.H.unclipped + s.D.unclipped)
+
+
+def _sure(s: TokenScores) -> FloatArray:
+    """Learnable disagreement of a sure student."""
+    return np.asarray((1.0 - s.H.clipped) * s.dlearn)
+
+
+def _low_h_high_d(s: TokenScores) -> BoolArray:
+    """Sure students that the teacher contradicts: H below and D at or above the medians of valid tokens."""
+    h, d = (np.median(x.unclipped[s.valid]) for x in (s.H, s.D))
+    return np.asarray((s.H.unclipped < h) & (s.D.unclipped >= d) & s.valid)
+
+
+def _split_budget(s: TokenScores, gamma: float) -> Sequence[Ranking]:
+    """A share `gamma` of the budget by entropy, the rest by learnable disagreement of sure students."""
+    return Ranking(s.H.clipped, s.H.unclipped, share=gamma), Ranking(_sure(s), s.D.unclipped)
+
+
+RANKERS: Mapping[str, Ranker] = {
+    "random": lambda s, _: Ranking(None),
+    "entropy": lambda s, _: Ranking(s.H.clipped, s.H.unclipped),
+    "divergence": lambda s, _: Ranking(s.D.clipped, s.D.unclipped),
+    "compatibility": lambda s, _: Ranking(s.C.clipped, s.C.unclipped),
+    "tip": lambda s, _: Ranking(s.tip, _joint(s)),
+    "ca_softor": lambda s, _: Ranking(s.ca_softor, _joint(s)),
+    "dlearn_high": lambda s, _: Ranking(s.dlearn, s.D.unclipped),
+    "dincompat_high": lambda s, _: Ranking(s.dincompat, s.D.unclipped),
+    "q3": lambda s, _: Ranking(_sure(s), s.D.unclipped, _low_h_high_d(s)),
+    "q3_highc": lambda s, _: Ranking(s.C.clipped, s.C.unclipped, _low_h_high_d(s)),
+    "q3_lowc": lambda s, _: Ranking(-s.C.clipped, -s.C.unclipped, _low_h_high_d(s)),
+    "q3_dlearn_high": lambda s, _: Ranking(s.dlearn, s.D.unclipped, _low_h_high_d(s)),
+    "q3_dlearn_low": lambda s, _: Ranking(-s.dlearn, -s.D.unclipped, _low_h_high_d(s)),
+    "q3_dincompat_high": lambda s, _: Ranking(s.dincompat, s.D.unclipped, _low_h_high_d(s)),
+    "split_budget_ca": _split_budget,
+}
+"""Built-in selectors by name; `full` selects nothing, it keeps every valid token."""
+
+
+def find_ranker(name: str) -> Ranker:
+    """The function of a selector; raises ConfigError for a user's own that cannot be imported, or fails on a small example."""
+    found = find(name, RANKERS, "opd.selection.selector")
+    if is_own(name):
+        h, d, c = (Normalised(x, x) for x in (np.linspace(0.0, 1.0, 4), np.linspace(1.0, 0.0, 4), np.full(4, 0.5)))
+        valid = np.array([True, True, False, True])
+        try:
+            _rankings(found(TokenScores(h, d, c, valid), 0.5), valid, name)
+        except (Exception, SystemExit) as error:  # the user's code, or our refusal of what it answers
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            expected = f"a function of (scores, gamma) to a value per token; on four tokens: {why}"
+            raise ConfigError("opd.selection.selector", name, expected, "mend it (docs/extending.md)") from error
+    return found
+
+
+def resolve_selector(name: str) -> str:
+    """A selector by its own name, a script alias or `module:attribute`; raises DataError for another.
 
     >>> resolve_selector("teachability"), resolve_selector("q3")
     ('dlearn_high', 'q3')
     """
     known = get_args(Selector)
-    if name in known:
-        return name  # type: ignore[return-value]
+    if name in known or is_own(name):
+        return name
     if name in ALIASES:
         return ALIASES[name]
     raise DataError("selector", name, f"one of {', '.join([*known, *ALIASES])}", "choose one of these")
@@ -92,7 +173,7 @@ def resolve_selector(name: str) -> Selector:
 def select(
     scores: TokenScores,
     keys: TokenKeys,
-    selector: Selector,
+    selector: str,
     ratio: float,
     *,
     seed: int,
@@ -105,23 +186,53 @@ def select(
     """[N]: True for the tokens that carry the signal. Invalid tokens never do.
 
     `ratio` in (0, 1] of the valid tokens, rounded up; `min_keep_per_sample` then adds the best by ca_softor where a
-    response has fewer. `gamma`: share of entropy in `split_budget_ca`. Draws depend on (seed, rollout_id, token) alone.
-    `reference`: as the published code has it, clipped scores alone, ties to the earliest position, the same draws in every
-    rollout. Raises DataError for a ratio outside (0, 1].
+    response has fewer. `selector`: a name in `RANKERS`, `full`, or a user's own; `gamma` is given to it. Draws depend on
+    (seed, rollout_id, token) alone. `reference`: as the published code has it, clipped scores alone, ties to the earliest
+    position, the same draws in every rollout. Raises DataError for a ratio outside (0, 1] and for a ranking that is none,
+    ConfigError as `find_ranker`.
     """
     if not 0.0 < ratio <= 1.0:
         raise DataError("ratio", ratio, "a number above 0 and at most 1", "0.05 to 0.2 are usual")
     valid = scores.valid
     if selector == "full" or ratio == 1.0 or not valid.any():
         return valid.copy()
-    rank = _Ranking(scores, _Draws(keys, seed, 0 if reference else rollout_id), keys if reference else None)
+    order = _Order(_Draws(keys, seed, 0 if reference else rollout_id), keys if reference else None)
+    rankings = _rankings(find_ranker(selector)(scores, gamma), scores.valid, selector)
     chosen = np.zeros(len(valid), dtype=np.bool_)
     for group in _groups(valid, keys.sequence, budget):
         n = max(1, math.ceil(ratio * len(group) - 1e-9))
-        chosen[_choose(scores, rank, selector, group, n, gamma)] = True
+        chosen[_choose(rankings, order, group, n)] = True
     if min_keep_per_sample > 0:
-        _keep_some(chosen, scores, keys, rank, min_keep_per_sample)
+        (best,) = _rankings(RANKERS["ca_softor"](scores, gamma), valid, "ca_softor")
+        _keep_some(chosen, valid, keys, order.keys(best), min_keep_per_sample)
     return chosen
+
+
+def _rankings(answer: object, valid: BoolArray, selector: str) -> list[Ranking]:
+    """What a ranker answered, checked: raises DataError, naming the selector."""
+
+    def refused(value: object, expected: str) -> DataError:
+        return DataError(f"answer of selector {selector}", value, expected, "mend the function (docs/extending.md)")
+
+    if inspect.iscoroutine(answer):
+        answer.close()
+    found = [answer] if isinstance(answer, (np.ndarray, Ranking)) else answer
+    if not isinstance(found, Sequence) or not found:
+        raise refused(answer, "an array [N], a Ranking, or several of these")
+    out = []
+    for one in found:
+        ranking = Ranking(one) if isinstance(one, np.ndarray) else one
+        if not isinstance(ranking, Ranking):
+            raise refused(one, "an array [N] or a Ranking")
+        for name, values in (("score", ranking.score), ("ties", ranking.ties), ("among", ranking.among)):
+            if values is None:
+                continue
+            if not isinstance(values, np.ndarray) or values.shape != valid.shape or values.dtype.kind not in "fiub":
+                raise refused(values, f"{name} as an array of numbers [{len(valid)}], one per token")
+            if np.isnan(values[valid]).any():
+                raise refused("NaN", f"{name} without NaN at the valid tokens")
+        out.append(ranking)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,38 +249,18 @@ class _Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranking:
-    """By a clipped score, ties by what is beyond the clipping, then by draw; `early`: ties to the earliest position instead."""
+class _Order:
+    """By a score, ties by the ranking's own, then by draw; `early`: ties to the earliest position instead."""
 
-    scores: TokenScores
     draws: _Draws
     early: TokenKeys | None
 
-    def by(self, score: FloatArray, ties: FloatArray) -> list[Key]:
+    def keys(self, ranking: Ranking) -> list[Key]:
         """The keys of one ranking, best first."""
-        return [score, ties if self.early is None else -self.early.position, self.draws]
-
-    def named(self, name: Selector) -> list[Key]:
-        """The keys of a selector that ranks all tokens by one score."""
-        s = self.scores
-        match name:
-            case "random":
-                return [self.draws]
-            case "entropy":
-                return self.by(s.H.clipped, s.H.unclipped)
-            case "divergence":
-                return self.by(s.D.clipped, s.D.unclipped)
-            case "compatibility":
-                return self.by(s.C.clipped, s.C.unclipped)
-            case "tip":
-                return self.by(s.tip, s.H.unclipped + s.D.unclipped)
-            case "ca_softor":
-                return self.by(s.ca_softor, s.H.unclipped + s.D.unclipped)
-            case "dlearn_high":
-                return self.by(s.dlearn, s.D.unclipped)
-            case "dincompat_high":
-                return self.by(s.dincompat, s.D.unclipped)
-        raise AssertionError(f"{name} is no ranking of all tokens")
+        if ranking.score is None:
+            return [self.draws]
+        ties = ranking.ties if self.early is None else -self.early.position
+        return [ranking.score, self.draws] if ties is None else [ranking.score, ties, self.draws]
 
 
 def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -> list[Index]:
@@ -181,36 +272,19 @@ def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -
     return np.split(order, cuts)
 
 
-def _choose(scores: TokenScores, rank: _Ranking, selector: Selector, group: Index, n: int, gamma: float) -> Index:
-    if selector == "split_budget_ca":
-        return _split(scores, rank, group, n, gamma)
-    if not selector.startswith("q3"):
-        return _top(rank.named(selector), group, n)
-    C, D = scores.C, scores.D
-    keys = {
-        "q3": lambda: rank.by((1.0 - scores.H.clipped) * scores.dlearn, D.unclipped),
-        "q3_highc": lambda: rank.by(C.clipped, C.unclipped),
-        "q3_lowc": lambda: rank.by(-C.clipped, -C.unclipped),
-        "q3_dlearn_high": lambda: rank.by(scores.dlearn, D.unclipped),
-        "q3_dlearn_low": lambda: rank.by(-scores.dlearn, -D.unclipped),
-        "q3_dincompat_high": lambda: rank.by(scores.dincompat, D.unclipped),
-    }[selector]()
-    return _top(keys, group[_low_h_high_d(scores)[group]], n)
-
-
-def _low_h_high_d(scores: TokenScores) -> BoolArray:
-    """Sure students that the teacher contradicts: H below and D at or above the medians of valid tokens."""
-    h, d = (np.median(x.unclipped[scores.valid]) for x in (scores.H, scores.D))
-    return np.asarray((scores.H.unclipped < h) & (scores.D.unclipped >= d) & scores.valid)
-
-
-def _split(scores: TokenScores, rank: _Ranking, group: Index, n: int, gamma: float) -> Index:
-    """A share `gamma` of the budget by entropy, the rest by learnable disagreement of sure students."""
-    n_h = min(n, round(n * gamma))
-    by_h = _top(rank.named("entropy"), group, n_h)
-    rest = np.setdiff1d(group, by_h, assume_unique=True)
-    keys = rank.by((1.0 - scores.H.clipped) * scores.dlearn, scores.D.unclipped)
-    return np.concatenate([by_h, _top(keys, rest, n - n_h)])
+def _choose(rankings: Sequence[Ranking], order: _Order, group: Index, n: int) -> Index:
+    """`n` tokens of `group`, fewer where too few may be chosen; each ranking takes its share from what is left."""
+    taken: list[Index] = []
+    left = n
+    for number, ranking in enumerate(rankings, start=1):
+        mine = left if number == len(rankings) else min(left, round(n * ranking.share))
+        open_ = group if ranking.among is None else group[ranking.among[group]]
+        best = _top(order.keys(ranking), open_, mine)
+        taken.append(best)
+        if number < len(rankings):
+            left -= len(best)
+            group = np.setdiff1d(group, best, assume_unique=True)
+    return np.concatenate(taken)
 
 
 def _top(keys: Sequence[Key], group: Index, n: int) -> Index:
@@ -225,9 +299,9 @@ def _top(keys: Sequence[Key], group: Index, n: int) -> Index:
     return np.concatenate([above, _top(keys[1:], group[first == least], n - len(above))])
 
 
-def _keep_some(chosen: BoolArray, scores: TokenScores, keys: TokenKeys, rank: _Ranking, least: int) -> None:
-    """Give each response with a valid token at least `least` of them, the best by ca_softor first."""
-    valid = np.flatnonzero(scores.valid)
+def _keep_some(chosen: BoolArray, able: BoolArray, keys: TokenKeys, best: Sequence[Key], least: int) -> None:
+    """Give each response with a valid (`able`) token at least `least` of them, the `best` first."""
+    valid = np.flatnonzero(able)
     _, group = np.unique(keys.sequence[valid], return_inverse=True)
     have = np.bincount(group, chosen[valid])
     poor = have[group] < least
@@ -235,7 +309,7 @@ def _keep_some(chosen: BoolArray, scores: TokenScores, keys: TokenKeys, rank: _R
         return
     open_ = valid[poor & ~chosen[valid]]
     number = group[poor & ~chosen[valid]]
-    order = np.lexsort((*(key[open_] for key in reversed(rank.named("ca_softor"))), -number))[::-1]
+    order = np.lexsort((*(key[open_] for key in reversed(best)), -number))[::-1]
     number, open_ = number[order], open_[order]
     first = np.concatenate(([0], np.flatnonzero(np.diff(number)) + 1))
     place = np.arange(len(number)) - np.repeat(first, np.diff(np.append(first, len(number))))

@@ -29,7 +29,9 @@ from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE, Parked
-from slime_tandem.tasks.families import extract_answer, label_reward
+from slime_tandem.tasks.answers import extract_answer, label_reward
+from slime_tandem.tasks.families import checked_reward, find_reward
+from slime_tandem.team.own_code import check_extensions
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import ScoredSample
@@ -75,10 +77,18 @@ async def _write(args: Any, sample: Any, sampling_params: Mapping[str, Any], *, 
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> float:
-    """`--custom-rm-path`: 1.0 if the answer in the response (`<answer>`, else a box) is the label, else 0.0.
+    """`--custom-rm-path`: what the sample's task names in `tasks[].reward`, else 1.0 if the answer in the response (`<answer>`,
+    else a box) is the label, else 0.0.
 
-    What `tasks.family: jsonl` of the local runtime gives; generate uses it where no reward is named.
+    What the local runtime gives (a family's own scorer apart); generate uses it where no reward is named. The task is that of
+    number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. Raises ConfigError
+    and DataError as a `TaskSet`.
     """
+    tasks, index = settings(args).tasks, (sample.metadata or {}).get("spec")
+    index = index if isinstance(index, int) and 0 <= index < len(tasks) else 0
+    own = find_reward(tasks[index], f"tasks.{index}")
+    if own is not None and tasks[index].reward != "label":
+        return checked_reward(own, wire.prompt_of(sample), sample.response, f"tasks.{index}")
     answer = extract_answer(sample.response)
     return 0.0 if answer is None or sample.label is None else label_reward(str(sample.label), answer)
 
@@ -191,6 +201,7 @@ def megatron_init(args: Any) -> None:
     import numpy
 
     config = settings(args)
+    check_extensions(config)
     versions = {"torch": torch.__version__, "megatron.core": megatron.core.__version__, "numpy": numpy.__version__}
     logger.info(f"slime_tandem trainer: {versions}, opd.signal {config.opd.signal if config.opd.enabled else 'none'}")
 

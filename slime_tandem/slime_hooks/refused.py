@@ -362,7 +362,27 @@ _ADVANTAGES = (
     ),
 )
 
+_OUR_REWARD = "slime_tandem.slime_hooks.hooks.reward"
+
+
+def _task_rewards(job: Job) -> list[str]:
+    return [task.reward for task in job.config.tasks if task.reward is not None]
+
+
+def _one_reward(flag: str, wrong: Test = given) -> Rule:
+    """A reward of slime's beside rewards of tasks: slime's would be the one that counts."""
+    return Rule(
+        flag,
+        lambda job: f"not to be set with {KEY}.tasks[].reward={_task_rewards(job)}",
+        "remove one of the two",
+        wrong=wrong,
+        when=lambda job: bool(_task_rewards(job)),
+    )
+
+
 _REWARD = (
+    _one_reward("--rm-type"),
+    _one_reward("--custom-rm-path", lambda value, _: value not in (None, _OUR_REWARD)),
     Rule(
         "--rm-type",
         "cluster.reward to say it",

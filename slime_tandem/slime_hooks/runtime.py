@@ -227,6 +227,9 @@ async def connect(args: Any) -> Runtime:
     if roster.teacher_specs:
         teachers = []
         for role in roster.teacher_specs:
+            if role in roster.own_teachers:
+                teachers.append(roster.own_teachers[role])
+                continue
             engine = await client(role)
             asked = Sharing(engine) if scores_by_id(config) else engine
             teachers.append(roster.teacher(role, asked, await engine.model_info()))

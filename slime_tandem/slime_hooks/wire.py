@@ -22,7 +22,7 @@ from torch import Tensor
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.loss import PackedTokens
-from slime_tandem.tasks.families import parse_messages
+from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.training.rows import TrainRow
 from slime_tandem.types import (
     SENIOR,

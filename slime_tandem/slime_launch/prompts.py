@@ -43,7 +43,7 @@ def prompt_data(config: RunConfig, folder: Path, *, with_junior: str) -> tuple[l
 
 def _training_prompts(config: RunConfig, tasks: Any, *, listed: bool) -> list[Prompt]:
     """Those of the local run in its order; of a file of prompts all but the held out, which slime then shuffles."""
-    from slime_tandem.tasks.families import is_held_out
+    from slime_tandem.tasks.family import is_held_out
 
     if listed:
         train = [p for p in tasks.listed_prompts if not is_held_out(p.messages)]
@@ -53,10 +53,12 @@ def _training_prompts(config: RunConfig, tasks: Any, *, listed: bool) -> list[Pr
         ]
     if not train:
         raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
-    unlabelled = next((p for p in train if p.label is None), None)
+    by_label = {i for i, spec in enumerate(config.tasks) if spec.reward in (None, "label")}
+    unlabelled = next((p for p in train if p.label is None and p.metadata["spec"] in by_label), None)
     if unlabelled is not None and config.cluster.reward is None:
         expected = "a label on every prompt, which the reward compares answers with"
-        raise ConfigError("tasks", unlabelled.task, expected, "choose another data set, or set cluster.reward")
+        remedy = "choose another data set, or set tasks[].reward or cluster.reward"
+        raise ConfigError("tasks", unlabelled.task, expected, remedy)
     return train
 
 

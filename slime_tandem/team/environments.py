@@ -1,4 +1,4 @@
-"""What answers between a model's turns: tools and the like, in chat messages. One is built in, others are `module:function`.
+"""What answers between a model's turns: tools and the like, in chat messages. One is built in, others are `module:attribute`.
 
 An environment is a function of the prompt and the chat since then. Its messages stand behind the turn in the senior's own
 markup; nobody sampled them (no loss), and each teacher reads them in the markup of its own template.
@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import ConfigError, DataError, EnvironmentTimeoutError
+from slime_tandem.errors import DataError, EnvironmentTimeoutError
+from slime_tandem.extensions import find
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
@@ -53,29 +53,8 @@ def _value(text: str) -> int:
     return total
 
 
-BUILT_IN: dict[str, Respond] = {"calculator": calculator}
-
-
-def find(name: str, where: str) -> Respond:
-    """The environment of this name; ConfigError, naming `where`, for one that is neither built in nor importable."""
-
-    def refusal(why: str) -> ConfigError:
-        known = ", ".join(BUILT_IN)
-        return ConfigError(where, name, f"{known}, or module:function ({why})", "correct the name, or the import path")
-
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise refusal("no built-in one has this name")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # an import runs the user's code
-        raise refusal(" ".join(f"{type(error).__name__}: {error}".split())) from error
-    if not callable(found):
-        raise refusal(f"it is a {type(found).__name__}")
-    respond: Respond = found
-    return respond
+ENVIRONMENTS: dict[str, Respond] = {"calculator": calculator}
+"""Built-in values of `tasks[].environment`."""
 
 
 async def _called(respond: Respond, prompt: Prompt, chat: Sequence[Message]) -> Answer:
@@ -129,7 +108,7 @@ def _is_message(value: object) -> bool:
 
 
 class Environments:
-    """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `find`.
+    """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `extensions.find`.
 
     `student` writes the messages in the senior's markup; `timeout_s`: seconds that one answer may take.
     """
@@ -137,7 +116,7 @@ class Environments:
     def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer, *, timeout_s: float = 60.0) -> None:
         self._specs, self._student, self.timeout_s = specs, student, timeout_s
         self._responds = {
-            i: find(spec.environment, f"tasks.{i}.environment")
+            i: find(spec.environment, ENVIRONMENTS, f"tasks.{i}.environment")
             for i, spec in enumerate(specs)
             if spec.environment is not None
         }

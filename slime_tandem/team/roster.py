@@ -26,6 +26,7 @@ from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.junior_text import JuniorText
 from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.team.environments import Environments
+from slime_tandem.team.own_code import check_extensions, own_teacher
 from slime_tandem.types import Message, Prompt
 
 Role = str
@@ -70,7 +71,7 @@ def _check_tasks(config: RunConfig) -> None:
     if all(spec.tasks is not None for spec in opd.teachers):
         named = {task for spec in opd.teachers for task in spec.tasks or ()}
         for task in config.tasks:
-            if task.family != "jsonl" and task.family not in named:
+            if not task.tags_its_prompts and task.family not in named:
                 raise ConfigError(
                     "opd.teachers",
                     [spec.name for spec in opd.teachers],
@@ -78,16 +79,17 @@ def _check_tasks(config: RunConfig) -> None:
                     "name the task in a teacher's `tasks`, or leave the `tasks` of one teacher out",
                 )
     families = {task.family for task in config.tasks}
+    tagged = {task.family for task in config.tasks if task.tags_its_prompts}
     for spec in opd.teachers:
         strangers = sorted(set(spec.tasks or ()) - families)
-        if strangers and "jsonl" not in families:  # the tags of a prompt file are its own
+        if strangers and not tagged:  # the tags of a prompt file, and of a user's own family, are its own
             raise ConfigError(
                 f"opd.teachers, {spec.name}: tasks",
                 strangers,
                 f"families of this run's tasks ({', '.join(sorted(families))})",
                 "correct the name, or leave it out",
             )
-    for family in sorted(families - {"jsonl"}):
+    for family in sorted(families - tagged):
         mine = [s.name for s in opd.teachers if s.tasks and family in s.tasks]
         mine = mine or [s.name for s in opd.teachers if s.tasks is None]
         for setting, value, usual in (
@@ -118,7 +120,8 @@ def members_of(config: RunConfig) -> dict[Role, Member]:
     members: dict[Role, Member] = {"senior": Member(models.senior, engine.senior_url)}
     if _tandem(config).enabled:
         members["junior"] = Member(models.junior, engine.junior_url)
-    return members | {role: Member(spec.model, spec.url) for role, spec in teacher_specs(config).items()}
+    served = {role: spec for role, spec in teacher_specs(config).items() if spec.scorer is None}
+    return members | {role: Member(spec.model, spec.url) for role, spec in served.items()}
 
 
 def _tandem(config: RunConfig) -> TandemConfig:
@@ -138,7 +141,8 @@ def _of_role(role: Role) -> Iterator[None]:
 class Roster:
     """Who takes part in a run, read from `config` and checked; starts nothing and opens no connection.
 
-    `members` (`members_of`) and `teacher_specs` say who; `folders` and `tokenizers` have one entry for each of them.
+    `members` (`members_of`) and `teacher_specs` say who; `folders` and `tokenizers` have one entry for each
+    member. `own_teachers` are those of the specs with a scorer of the user's own: they have no server, and no member here.
     `boundaries` are the ids after which an author may change, `tandem_rule` hands over at them, `solo_rule` is the senior's
     alone. `spellers` are the junior's and the senior's, None where they share a tokenizer. `environments` answer between turns.
 
@@ -159,6 +163,12 @@ class Roster:
         same = tandem.enabled and tandem.junior_tokenizer == "same"
         for role in self.members:
             self._read(role, special=role == "senior" or (role == "junior" and same))
+        check_extensions(config)
+        self.own_teachers: dict[Role, Teacher] = {}
+        for role, spec in self.teacher_specs.items():
+            if spec.scorer is not None:
+                with _of_role(role):
+                    self.own_teachers[role] = own_teacher(spec, self.student, config)
         self.environments = Environments(config.tasks, self.student, timeout_s=config.engine.environment_timeout_s)
         self._check_list_lengths()
         self.spellers = None
@@ -184,7 +194,7 @@ class Roster:
         if not self.teacher_specs:
             return
         opd = self.config.opd
-        most = min(len(self.tokenizers[role].tokens.table) for role in ("senior", *self.teacher_specs))
+        most = min(len(self.tokenizers[role].tokens.table) for role in self.members if role != "junior")
         for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
             if k > most:  # the defaults are within any vocabulary
                 raise ConfigError(

@@ -29,7 +29,7 @@ from slime_tandem.files import require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
-from slime_tandem.tasks.families import parse_messages
+from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.types import AlignedScores, Prompt, SampleKey, TandemSample
 
 _KEYS = ("id", "messages", "prompt", "response", "response_ids")

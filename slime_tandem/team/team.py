@@ -76,8 +76,13 @@ class Team:
             gc.unfreeze()
 
     def _ask_teachers(self) -> TeacherPanel:
-        clients = {role: self.servers.clients[role] for role in self.roster.teacher_specs}
-        teachers = [self.roster.teacher(role, c, self.servers.run(c.model_info())) for role, c in clients.items()]
+        teachers = []
+        for role in self.roster.teacher_specs:
+            teacher = self.roster.own_teachers.get(role)
+            if teacher is None:
+                client = self.servers.clients[role]
+                teacher = self.roster.teacher(role, client, self.servers.run(client.model_info()))
+            teachers.append(teacher)
         return TeacherPanel(teachers, self.roster.scoring)
 
     @property

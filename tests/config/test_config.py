@@ -531,3 +531,51 @@ def test_a_setting_of_the_objective_without_effect_is_refused(overrides: tuple[s
 def test_the_pull_to_a_junior_needs_its_log_probs() -> None:
     told = override_problem("objective.lambda_jun=0.1", "tandem.junior_tokenizer=any")
     assert told.startswith("objective.lambda_jun=0.1: expected 0 with tandem.junior_tokenizer=any")
+
+
+OWN = {
+    "opd": {
+        "signal": "my.things:f",
+        "jsd_beta": 0.3,
+        "selection": {"selector": "my.things:g", "ratio": 0.1, "gamma": 0.2},
+    },
+    "tasks": [{"family": "my.things:H", "path": "x", "reward": "my.things:r", "environment": "my.things:e"}],
+}
+
+
+def test_names_of_ones_own_are_kept_and_nothing_is_imported() -> None:
+    config = RunConfig.from_mapping(OWN)
+    assert (config.opd.signal, config.opd.selection.mask) == ("my.things:f", "my.things:g")
+    assert config.tasks[0].tags_its_prompts
+    assert RunConfig.from_mapping(yaml.safe_load(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"opd": {"signal": "reverse"}}, "='reverse': expected one of 'sampled', 'reverse_kl', 'forward_kl' or 'jsd', or"),
+        ({"opd": {"signal": 3}}, "opd.signal=3: expected one of"),
+        ({"opd": {"signal": True}}, "opd.signal=True: expected another type than true or false"),
+        ({"tasks": [{"family": "x", "reward": "labels"}]}, "tasks.0.reward='labels': expected 'label' or module:attribute"),
+        ({"opd": {"teachers": [{"name": "a"}]}}, "opd.teachers.0={'name': 'a'}: expected a `model`, or a `scorer`"),
+        (
+            {"opd": {"teachers": [{"name": "a", "scorer": "m:f", "url": "http://x"}]}},
+            "expected a `scorer` as module:attribute and no `url`",
+        ),
+        ({"opd": {"teachers": [{"name": "a", "scorer": "f"}]}}, "expected a `scorer` as module:attribute"),
+        (
+            {"opd": {"signal": "jsd", "teachers": [{"name": "a", "scorer": "m:f"}]}},
+            "opd.signal='jsd': expected sampled with a teacher by `scorer`",
+        ),
+        (
+            {"opd": {"selection": {"selector": "tip"}, "teachers": [{"name": "a", "scorer": "m:f"}]}},
+            "opd.selection.selector='tip': expected pure_opd with a teacher by `scorer`",
+        ),
+        (
+            {"cluster": {"reward": "math"}, "tasks": [{"family": "x", "reward": "label"}]},
+            "cluster.reward='math': expected null with tasks[].reward",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_name_and_what_does_not_go_with_one(tree: dict[str, Any], says: str) -> None:
+    assert says in problem(tree)

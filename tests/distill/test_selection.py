@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -13,15 +16,17 @@ from hypothesis import strategies as st
 from slime_tandem.config import Budget, Selector
 from slime_tandem.distill.selection import (
     ALIASES,
+    RANKERS,
     SELECTION_METRICS,
     TokenKeys,
+    find_ranker,
     overlap,
     resolve_selector,
     select,
     selection_metrics,
 )
 from slime_tandem.distill.teachability import Normalised, TokenScores
-from slime_tandem.errors import DataError
+from slime_tandem.errors import ConfigError, DataError
 
 SELECTORS: tuple[Selector, ...] = get_args(Selector)
 
@@ -37,7 +42,7 @@ def keys_of(lengths: list[int]) -> TokenKeys:
     return TokenKeys(np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(n) for n in (*lengths, 0)]))
 
 
-def chosen(scores: TokenScores, selector: Selector, ratio: float, lengths: list[int], **options: object) -> list[int]:
+def chosen(scores: TokenScores, selector: str, ratio: float, lengths: list[int], **options: object) -> list[int]:
     settings_: dict[str, object] = {"seed": 0, "rollout_id": 0, "min_keep_per_sample": 0, **options}
     mask = select(scores, keys_of(lengths), selector, ratio, **settings_)  # type: ignore[arg-type]
     return np.flatnonzero(mask).tolist()
@@ -71,7 +76,7 @@ def test_selectors_by_hand(selector: Selector) -> None:
 
 
 def test_every_selector_has_a_hand_computed_case() -> None:
-    assert {*BY_HAND, "full", "random"} == set(SELECTORS)
+    assert {*BY_HAND, "full", "random"} == set(SELECTORS) == {*RANKERS, "full"}
     assert chosen(scores_of(H, D, C, [True] * 5 + [False]), "full", 0.1, [6]) == [0, 1, 2, 3, 4]
 
 
@@ -220,3 +225,73 @@ def test_nothing_to_choose_from() -> None:
     for selector in SELECTORS:
         assert chosen(scores_of([], [], []), selector, 0.5, [], min_keep_per_sample=1) == []
         assert chosen(scores_of([0.5] * 3, [0.5] * 3, [0.5] * 3, [False] * 3), selector, 0.5, [3]) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes a module of the user's with one function `f`; gives the name to set."""
+
+    def make(name: str, body: str) -> str:
+        text = f"import numpy as np\nfrom slime_tandem.distill.selection import Ranking\ndef f(scores, gamma): {body}\n"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return f"{name}:f"
+
+    return make
+
+
+@pytest.mark.parametrize("budget", ["batch", "sequence"])
+def test_a_selector_of_ones_own_is_as_good_as_a_built_in_one(own: Callable[[str, str], str], budget: Budget) -> None:
+    name = own(f"sel_tip_{budget}", "return Ranking(scores.tip, scores.H.unclipped + scores.D.unclipped)")
+    split = own(
+        f"sel_split_{budget}",
+        "return [Ranking(scores.H.clipped, scores.H.unclipped, share=gamma), "
+        "Ranking((1 - scores.H.clipped) * scores.dlearn, scores.D.unclipped)]",
+    )
+    array = own(f"sel_array_{budget}", "return scores.C.clipped")
+    for seed in range(5):
+        scores = random_scores(seed, 40)
+        for mine, theirs in ((name, "tip"), (split, "split_budget_ca")):
+            for reference in (False, True):
+                a, b = (
+                    chosen(scores, s, 0.3, [25, 15], budget=budget, gamma=0.4, reference=reference)
+                    for s in (mine, theirs)
+                )
+                assert a == b
+        assert len(chosen(scores, array, 0.3, [25, 15])) == math.ceil(0.3 * int(scores.valid.sum()))
+
+
+def test_ties_of_a_selector_of_ones_own_go_by_the_hash_and_not_by_place(own: Callable[[str, str], str]) -> None:
+    scores = scores_of([0.5] * 400, [0.5] * 400, [0.5] * 400)
+    flat = own("sel_flat", "return np.zeros(len(scores.valid))")
+    assert chosen(scores, flat, 0.1, [400]) == chosen(scores, "random", 0.1, [400])
+    some = own("sel_some", "return Ranking(None, among=np.arange(len(scores.valid)) < 3)")
+    assert set(chosen(scores, some, 0.1, [400])) == {0, 1, 2}, "no more than may be chosen"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return scores.H.clipped[:1]", "score as an array of numbers"),
+        ("return scores.H.clipped * np.nan", "score without NaN"),
+        ("return list(scores.H.clipped)", "an array [N] or a Ranking"),
+        ("return None", "an array [N], a Ranking, or several"),
+        ("return []", "an array [N], a Ranking, or several"),
+        ("return scores.entropy", "AttributeError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_selector_that_is_none_is_refused_before_it_is_used(
+    own: Callable[[str, str], str], body: str, says: str
+) -> None:
+    name = own(f"sel_bad_{abs(hash(body))}", body)
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        find_ranker(name)
+    assert (caught.value.field, caught.value.value) == ("opd.selection.selector", name)
+
+
+def test_a_coroutine_is_no_selector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sel_async.py").write_text("async def f(scores, gamma): return scores.H.clipped\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="coroutine"):
+        find_ranker("sel_async:f")

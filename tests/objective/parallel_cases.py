@@ -163,6 +163,11 @@ def check_shards(rank: int) -> None:
         raise AssertionError("shards of two sizes and ids of no shard are refused on every rank")
 
 
+def own_signal(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """A signal of a user's: squared Hellinger distance."""
+    return beta * (1.0 - (student.clamp(min=1e-30) * teacher).sqrt().sum(-1))
+
+
 def check_divergences(rank: int) -> None:
     """Value and gradient of every divergence, where candidates lie in both shards, in one, or are none or all of a row."""
     g = torch.Generator().manual_seed(2)
@@ -176,12 +181,12 @@ def check_divergences(rank: int) -> None:
     assert torch.allclose(beyond[0, :4], torch.log_softmax(logits[0], -1)[edges[0, :4]]), "at the shards' edges"
     assert beyond[0].isnan().tolist() == [False, False, False, False, True, False], "in no shard"
     teacher = torch.log_softmax(torch.randn(T, K + 1, generator=g, dtype=torch.float64), -1)[:, :K]
-    for kind in ("reverse_kl", "forward_kl", "jsd"):
+    for kind in ("reverse_kl", "forward_kl", "jsd", f"{__name__}:own_signal"):
         found = []
         for part, group in ((logits, None), (logits.chunk(2, 1)[rank], dist.group.WORLD)):
             leaf = part.clone().requires_grad_()
             own, rest = (f(leaf, ids, TEMPERATURE, group) for f in (log_probs_of, log_rest_of))
-            value = candidate_divergence(own, teacher, ids >= 0, kind, 0.3, rest)  # type: ignore[arg-type]
+            value = candidate_divergence(own, teacher, ids >= 0, kind, 0.3, rest)
             (value * torch.arange(1.0, T + 1)).sum().backward()
             assert leaf.grad is not None
             found.append((value.detach(), own.detach(), rest.detach(), leaf.grad))

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.objective.divergence import Divergence, candidate_divergence, log_probs_of, log_rest_of
+from slime_tandem.config import OpdSignal
+from slime_tandem.errors import ConfigError
+from slime_tandem.objective.divergence import (
+    DIVERGENCES,
+    candidate_divergence,
+    find_divergence,
+    log_probs_of,
+    log_rest_of,
+)
 
-KINDS: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
+KINDS = ("reverse_kl", "forward_kl", "jsd")
 
 
 def distribution(rng: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
@@ -35,7 +47,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 8))
-def test_never_negative_and_never_more_than_the_full_one(kind: Divergence, seed: int, k: int) -> None:
+def test_never_negative_and_never_more_than_the_full_one(kind: str, seed: int, k: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     s, t = distribution(rng, (1, 8)), distribution(rng, (1, 8))
     ids = torch.randperm(8, generator=rng)[None, :k]
@@ -50,7 +62,7 @@ def test_never_negative_and_never_more_than_the_full_one(kind: Divergence, seed:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_finite_differences(kind: Divergence) -> None:
+def test_the_gradient_is_that_of_finite_differences(kind: str) -> None:
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 6, generator=rng, dtype=torch.float64).requires_grad_()
     teacher = distribution(rng, (3, 6))
@@ -65,7 +77,7 @@ def test_the_gradient_is_that_of_finite_differences(kind: Divergence) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_descent_brings_the_student_to_the_teacher(kind: Divergence) -> None:
+def test_descent_brings_the_student_to_the_teacher(kind: str) -> None:
     """As a loss term it has a gradient; put in as an advantage of the sampled token it would have none on average."""
     rng = torch.Generator().manual_seed(1)
     teacher = distribution(rng, (1, 5)).float()
@@ -112,7 +124,7 @@ def test_temperature_is_that_of_the_sampler() -> None:
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("gap", [5.0, 18.0, 25.0, 60.0])
-def test_a_student_that_is_sure_of_its_candidates_still_learns_of_the_rest(kind: Divergence, gap: float) -> None:
+def test_a_student_that_is_sure_of_its_candidates_still_learns_of_the_rest(kind: str, gap: float) -> None:
     """The rest of a sharp distribution is far below what 1 - sum(p) can tell in single precision."""
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
@@ -141,3 +153,53 @@ def test_a_student_that_is_sure_of_its_candidates_still_learns_of_the_rest(kind:
         (gradient,) = torch.autograd.grad(value, logits)
         out += [value.item(), gradient[0, 0].item(), gradient[0, 9].item()]
     assert got == pytest.approx(want, rel=2e-3, abs=5e-6)
+
+
+def test_the_table_has_the_signals_of_the_settings() -> None:
+    assert {"sampled", *DIVERGENCES} == set(get_args(OpdSignal))
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    def make(name: str, body: str) -> str:
+        (tmp_path / f"{name}.py").write_text(f"import torch\ndef f(student, teacher, beta): {body}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return f"{name}:f"
+
+    return make
+
+
+def test_a_signal_of_ones_own_is_taken_as_it_is(own: Callable[[str, str], str]) -> None:
+    """Written by hand, KL(student || teacher) is the built-in one, gradient and all."""
+    name = own("sig_kl", "return (student * (student.clamp(min=1e-30).log() - teacher.clamp(min=1e-30).log())).sum(-1)")
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    teacher = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).log_softmax(-1) - 0.5
+    known = torch.ones(5, 4, dtype=torch.bool)
+    found = []
+    for kind in (name, "reverse_kl"):
+        student = (logits.log_softmax(-1) - 0.3).requires_grad_()
+        value = candidate_divergence(student, teacher, known, kind)
+        value.sum().backward()
+        found.append((value.detach(), student.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return student.sum()", "answers ()"),
+        ("return student.sum(-1).tolist()", "answers list"),
+        ("return teacher.sum(-1)", "has no gradient"),
+        ("return (student.log() - teacher.log()).sum(-1)", "not finite"),
+        ("return ((student - teacher) ** 2).sum(-1) / student.sum()", "mixes positions"),
+        ("return student.nothing", "raises AttributeError"),
+    ],
+)
+def test_a_signal_that_is_none_is_refused_before_it_is_used(
+    own: Callable[[str, str], str], body: str, says: str
+) -> None:
+    name = own(f"sig_bad_{abs(hash(body))}", body)
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        find_divergence(name)
+    assert (caught.value.field, caught.value.value) == ("opd.signal", name)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,25 @@ def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, 
     named = Namespace(custom_rm_path="somebodys.reward")
     assert generate(named, sample_class(prompt="xy", label="2"), max_new_tokens=4).reward is None
     assert asyncio.run(hooks.reward(args, sample_class(response="none", label="2"))) == 0.0
+
+
+def test_a_reward_of_ones_own_is_that_of_the_samples_task(
+    sample_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hook_rewards.py").write_text("def f(prompt, text): return 0.5 if prompt.messages else len(text) / 9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tasks = [{"family": "chain_sum"}, {"family": "chain_sum", "reward": "hook_rewards:f"}]
+    args = Namespace()
+    settings.use(args, RunConfig.from_mapping({"tasks": tasks}))
+    try:
+        for metadata, value in (({}, 1.0), ({"spec": 0}, 1.0), ({"spec": 1}, 1.0), ({"spec": 7}, 1.0)):
+            sample = sample_class(prompt="xy", response="\\boxed{2}", label="2")
+            sample.metadata = metadata
+            assert asyncio.run(hooks.reward(args, sample)) == value
+        sample.metadata = {"spec": 1, "messages": "2?"}
+        assert asyncio.run(hooks.reward(args, sample)) == 0.5
+    finally:
+        settings.forget()
 
 
 def test_slimes_parameters_are_ours_or_refused() -> None:

@@ -111,6 +111,15 @@ def test_flags_that_do_not_go_with_the_hooks_are_refused(flags: dict[str, Any], 
         settings(arguments(**flags))
 
 
+@pytest.mark.parametrize("flags", [{"rm_type": "math"}, {"custom_rm_path": "somebodys.reward"}])
+def test_a_reward_of_a_task_and_one_of_slimes_are_refused_together(flags: dict[str, Any]) -> None:
+    section = {"tasks": [{"family": "chain_sum", "reward": "my.rewards:f"}]}
+    with pytest.raises(ConfigError, match=r"not to be set with slime_tandem\.tasks\[\]\.reward=\['my\.rewards:f'\]"):
+        settings(arguments(section, **flags))
+    ours = {"custom_rm_path": "slime_tandem.slime_hooks.hooks.reward"}
+    assert settings(arguments(section, **ours)).tasks[0].reward == "my.rewards:f"
+
+
 @pytest.mark.parametrize(
     ("objective", "flags"),
     [

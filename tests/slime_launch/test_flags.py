@@ -20,7 +20,9 @@ from slime_tandem.errors import ConfigError
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, plan
 from slime_tandem.slime_launch.user_flags import split
-from slime_tandem.tasks.families import TaskSet, is_held_out, parse_messages
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.family import is_held_out
+from slime_tandem.tasks.jsonl import parse_messages
 
 Sized = Callable[..., RunConfig]
 
@@ -110,6 +112,18 @@ def test_a_prompt_file_goes_whole_but_for_its_held_out_tenth(sized: Sized, tmp_p
     count = launch.files[tmp_path / "launch" / "prompts.jsonl"].count("\n")
     assert 45 < count < 60
     assert "--rollout-shuffle" in launch.flags
+
+
+def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(60)))
+    task = {"family": "jsonl", "path": str(file), "reward": "my.rewards:f"}
+    with pytest.raises(ConfigError, match=r"tasks\.0\.reward='my\.rewards:f'.*ModuleNotFoundError"):
+        plan(sized(tasks=[task]), tmp_path / "launch")
+    task["reward"] = "json:dumps"  # stands for a reward: nothing is scored here
+    launch = plan(sized(tasks=[task]), tmp_path / "launch")
+    rows = [json.loads(line) for line in launch.files[tmp_path / "launch" / "prompts.jsonl"].splitlines()]
+    assert {(row["label"], row["metadata"]["spec"]) for row in rows} == {(None, 0)}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
-"""Tasks: train and held-out prompts never overlap, streams are pure functions, scorers, bad files and configs."""
+"""Tasks: train and held-out prompts never overlap, streams are pure functions, scorers, bad configs."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import json
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ConfigError, DataError
-from slime_tandem.tasks.families import EVALUATED_AS_CODE, INSTRUCTION, TaskSet, extract_answer, is_held_out, read_jsonl
-from slime_tandem.types import Message, Prompt
+from slime_tandem.tasks.families import EVALUATED_AS_CODE, TaskSet
+from slime_tandem.tasks.family import INSTRUCTION, is_held_out
+from slime_tandem.types import Prompt
 
 SUMS = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2})
 LETTERS = TaskSpec(family="letter_counting", config={"min_words": 2, "max_words": 4})
 GSM = TaskSpec(family="gsm_symbolic")
-
-
-def write_jsonl(path: Path, rows: list[object]) -> TaskSpec:
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    return TaskSpec(family="jsonl", path=str(path))
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
@@ -130,107 +126,6 @@ ARBITRARY_PROMPTS = ARBITRARY_TASKS.heldout_prompts(3)
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("", None),
-        ("the answer is 4", None),
-        ("<answer>4", None),
-        ("<answer></answer>", ""),
-        ("<answer>3</answer> no <answer>\n4 </answer>!", "4"),
-        ("<answer><answer>4</answer>", "4"),
-        ("\\boxed{3} and \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("<answer>5</answer> \\boxed{6}", "5"),
-        ("\\boxed{3", None),
-    ],
-)
-def test_extract_answer(text: str, answer: str | None) -> None:
-    assert extract_answer(text) == answer
-
-
-def test_jsonl_takes_the_forms_of_slime_users(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3 ="}]
-    spec = write_jsonl(
-        tmp_path / "p.jsonl",
-        [
-            {"prompt": "1 + 1 =", "label": 2},
-            {"prompt": turns, "label": "5", "task": "sums", "metadata": {"level": 1}},
-            {"messages": turns[1:], "label": 5.0},
-        ],
-    )
-    prompts = read_jsonl(Path(spec.path or ""))
-    assert [p.label for p in prompts] == ["2", "5", "5.0"]
-    assert prompts[1].messages == (Message("system", "Be brief."), Message("user", "2 + 3 ="))
-    assert (prompts[0].task, prompts[1].task, dict(prompts[1].metadata)) == ("jsonl", "sums", {"level": 1})
-
-
-def test_jsonl_is_split_cycled_and_scored_by_math_verify(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Half of {i}?", "label": f"{i}/2"} for i in range(200)]
-    tasks = TaskSet([write_jsonl(tmp_path / "p.jsonl", rows)], seed=0)
-    held_out = set(ids(tasks.heldout_prompts(10)))
-    train = ids(tasks.train_prompts(0, 150))
-    assert len(set(train)) == 150, "no line comes twice before each came once"
-    assert len(tasks.train_prompts(0, 500)) == 500
-    assert not held_out & set(train)
-    prompt = next(p for p in tasks.train_prompts(0, 150) if p.label == "7/2")
-    assert tasks.correct(prompt, "that is \\boxed{3.5}")
-    assert tasks.correct(prompt, "<answer>7/2</answer>")
-    assert tasks.reward(prompt, "\\boxed{4}") == 0.0
-    for odd in ("", "\\boxed{}", "\\boxed{\\frac{}{}}", "\\boxed{]]>}", "\\boxed{x = y = }"):
-        assert tasks.reward(prompt, odd) == 0.0
-
-
-def test_math_verify_works_outside_the_main_thread(tmp_path: Path) -> None:
-    import threading
-
-    tasks = TaskSet(
-        [write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}?", "label": "1/2"} for i in range(30)])], seed=0
-    )
-    prompt = tasks.train_prompts(0, 1)[0]
-    rewards: list[float] = []
-    thread = threading.Thread(target=lambda: rewards.append(tasks.reward(prompt, "\\boxed{0.5}")))
-    thread.start()
-    thread.join()
-    assert rewards == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", r":2='\{': expected one JSON object"),
-        ("[1]", "a JSON object"),
-        ('{"prompt": "a"}', "label=None: expected a non-empty string or a number"),
-        ('{"prompt": "a", "label": true}', "label=True"),
-        ('{"prompt": "", "label": "1"}', "prompt='': expected a non-empty string or a list"),
-        ('{"prompt": "a", "messages": [], "label": "1"}', "either `prompt` or `messages`"),
-        ('{"label": "1"}', "either `prompt` or `messages`"),
-        ('{"messages": "a", "label": "1"}', "messages='a': expected a list of messages"),
-        ('{"messages": [{"role": "user"}], "label": "1"}', r"messages\.0=.*`role` and `content`"),
-        ('{"messages": [{"role": "bot", "content": "a"}], "label": "1"}', r"messages\.0\.role='bot'"),
-        ('{"prompt": "a", "lable": "1"}', "did you mean `label`"),
-        ('{"prompt": "a", "label": "1", "task": 3}', "task=3"),
-        ('{"prompt": "a", "label": "1", "metadata": 3}', "metadata=3"),
-    ],
-)
-def test_bad_lines_are_named_by_path_and_number(tmp_path: Path, line: str, says: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a", "label": "1"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=says) as caught:
-        read_jsonl(path)
-    assert f"{path}:2" in str(caught.value)
-
-
-def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="an existing JSONL file"):
-        read_jsonl(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
-    with pytest.raises(DataError, match="at least one line"):
-        read_jsonl(tmp_path / "empty.jsonl")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="UTF-8"):
-        read_jsonl(tmp_path / "binary.jsonl")
-
-
-@pytest.mark.parametrize(
     ("spec", "says"),
     [
         (TaskSpec(family="chain_sums"), r"tasks\.0\.family='chain_sums'.*did you mean `chain_sum`"),
@@ -327,3 +222,120 @@ def test_a_family_whose_scorer_runs_text_is_refused_by_name(family: str) -> None
         ConfigError, match=rf"tasks\.0\.family='{family}': expected a data set whose scorer does not run"
     ):
         TaskSet([TaskSpec(family=family)], seed=0)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes a module of the user's; gives the name of its `f`."""
+
+    def make(name: str, text: str) -> str:
+        head = "from slime_tandem.types import Message, Prompt\nfrom slime_tandem.tasks.family import make_prompt\n"
+        (tmp_path / f"{name}.py").write_text(f"{head}{text}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return f"{name}:f"
+
+    return make
+
+
+COUNT = """
+class f:
+    def __init__(self, spec, where):
+        self.spec, self.where = spec, where
+    def stream(self, key):
+        n = len(key)
+        while True:
+            yield make_prompt("count", [Message("user", str(n))], metadata={"n": n})
+            n += 1
+    def reward(self, prompt, text):
+        return float(text == str(prompt.metadata["n"]))
+"""
+
+
+def test_a_family_of_ones_own_beside_a_built_in_one(own: Callable[[str, str], str]) -> None:
+    tasks = TaskSet([SUMS, TaskSpec(family=own("fam_count", COUNT), config={"a": 1})], seed=0)
+    prompts = tasks.train_prompts(0, 20)
+    assert {p.task for p in prompts} == {"chain_sum", "count"}
+    for prompt in prompts:
+        right = prompt.messages[0].content if prompt.task == "count" else f"<answer>{prompt.label}</answer>"
+        assert prompt.metadata["spec"] == (prompt.task == "count")
+        assert tasks.correct(prompt, right)
+        assert tasks.reward(prompt, "no") == 0.0
+    assert not {p.prompt_id for p in prompts} & {p.prompt_id for p in tasks.heldout_prompts(6)}
+    assert tasks.train_prompts(3, 5) == tasks.train_prompts(3, 5)
+    assert tasks.listed_prompts == []
+
+
+def test_a_family_may_list_its_prompts(own: Callable[[str, str], str]) -> None:
+    name = own("fam_listed", COUNT + "    prompts = (make_prompt('count', [Message('user', '1')], metadata={'n': 1}),)")
+    assert [p.metadata["spec"] for p in TaskSet([SUMS, TaskSpec(family=name)], 0).listed_prompts] == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("f = 3", "it is a int"),
+        ("class f: pass", r"one that can be made \(TypeError"),
+        ("def f(spec, where): raise SystemExit(0)", r"one that can be made \(SystemExit: 0\)"),
+        ("def f(spec, where): return spec", r"something that makes a task family \(`stream` and `reward`\)"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_family_that_is_none_is_refused(own: Callable[[str, str], str], text: str, says: str) -> None:
+    name = own(f"fam_bad_{abs(hash(text))}", text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        TaskSet([TaskSpec(family=name)], 0)
+    assert (caught.value.field, caught.value.value) == ("tasks.0.family", name)
+
+
+def test_what_a_family_streams_must_be_prompts(own: Callable[[str, str], str]) -> None:
+    name = own("fam_text", "class f:\n  def __init__(self, *a): pass\n  def reward(self, p, t): return 0\n"
+                           "  def stream(self, key):\n    while True: yield 'text'")  # fmt: skip
+    with pytest.raises(DataError, match=r"tasks\.0\.family: stream='text': expected prompts"):
+        TaskSet([TaskSpec(family=name)], 0).train_prompts(0, 1)
+
+
+def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "say a"}\n{"prompt": "say b", "label": "b"}\n')
+    reward = own("rew_letter", "def f(prompt, text): return int(prompt.messages[0].content[-1] in text)")
+    tasks = TaskSet(
+        [TaskSpec(family="jsonl", path=str(file), reward=reward), SUMS.model_copy(update={"reward": "label"})], 0
+    )
+    a, b = tasks.listed_prompts
+    assert (a.label, b.label) == (None, "b")
+    assert tasks.reward(a, "a!") == 1.0
+    assert tasks.reward(a, "<answer>c</answer>") == 0.0
+    (total,) = [p for p in tasks.train_prompts(0, 30) if p.task == "chain_sum"][:1]
+    assert tasks.correct(total, f"\\boxed{{{total.label}.0}}"), "by math-verify"
+    with pytest.raises(DataError, match=r"label=None: expected a non-empty string or a number"):
+        TaskSet([TaskSpec(family="jsonl", path=str(file), reward="label")], 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 2", "=2: expected a number in"),
+        ("return -0.1", "=-0.1: expected a number in"),
+        ("return float('nan')", "=nan: expected a number in"),
+        ("return None", "=None: expected a number in"),
+        ("return '0.5'", "='0.5': expected a number in"),
+        ("raise KeyError('x')", "KeyError"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("async def g(): return 1.0\n    return g()", "<coroutine"),
+    ],
+)
+def test_a_reward_that_answers_anything_else_stops_the_run(
+    own: Callable[[str, str], str], body: str, says: str
+) -> None:
+    reward = own(f"rew_bad_{abs(hash(body))}", f"def f(prompt, text):\n    {body}")
+    tasks = TaskSet([SUMS.model_copy(update={"reward": reward})], 0)
+    prompt = tasks.train_prompts(0, 1)[0]
+    with pytest.raises(DataError, match=r"in \[0, 1\]\. Remedy: mend the function") as caught:
+        tasks.reward(prompt, "x")
+    assert says in str(caught.value)
+    assert caught.value.field == f"reward of tasks.0 at prompt {prompt.prompt_id}"
+
+
+def test_an_async_reward_is_refused_at_the_start(own: Callable[[str, str], str]) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.0\.reward=.*no coroutine"):
+        TaskSet([SUMS.model_copy(update={"reward": own("rew_async", "async def f(prompt, text): return 1.0")})], 0)

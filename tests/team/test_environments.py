@@ -12,12 +12,13 @@ import pytest
 from slime_tandem.config import RunConfig, SamplingConfig, TaskSpec
 from slime_tandem.errors import ConfigError, DataError, EngineError
 from slime_tandem.evaluation.run import run_evaluation
+from slime_tandem.extensions import find
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import NextTurn, write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import TandemWriter
-from slime_tandem.team.environments import Environments, calculator, find
+from slime_tandem.team.environments import ENVIRONMENTS, Environments, calculator
 from slime_tandem.team.rollouts import successful
 from slime_tandem.team.roster import Roster
 from slime_tandem.types import FailedSample, Message, Prompt, SampleKey, TandemSample
@@ -112,24 +113,30 @@ def test_a_task_without_an_environment_has_one_turn(student: ModelTokenizer) -> 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("calculater", "no built-in one has this name"),
-        (":f", "no built-in one"),
-        ("math:", "no built-in one"),
         ("no_such_module_here:f", "ModuleNotFoundError"),
         ("math:no_such", "AttributeError"),
         ("math:pi", "it is a float"),
     ],
 )
 def test_a_name_that_leads_nowhere(student: ModelTokenizer, name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks\.0\.environment='{name}': expected calculator, .*{said}"):
+    with pytest.raises(ConfigError, match=rf"tasks\.0\.environment='{name}': expected calculator or .*{said}"):
         Environments([TaskSpec(family="chain_sum", environment=name)], student)
+
+
+@pytest.mark.parametrize("name", ["calculater", ":f", "math:", "", "math"])
+def test_a_name_of_no_form_is_refused_when_the_settings_are_read(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"tasks\.0\.environment='{name}': expected 'calculator' or module:attribute"
+    ) as caught:
+        RunConfig.from_mapping({"tasks": [{"family": "chain_sum", "environment": name}]})
+    assert caught.value.remedy == ("did you mean 'calculator'?" if name == "calculater" else "choose one of these")
 
 
 def test_a_module_that_breaks_while_it_is_imported(own: Callable[[str, str], str]) -> None:
     with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
-        find(own("breaks", "1 / 0"), "tasks.0.environment")
+        find(own("breaks", "1 / 0"), ENVIRONMENTS, "tasks.0.environment")
     with pytest.raises(ConfigError, match="SystemExit: 0"):  # or the run ends with exit code 0 and no word
-        find(own("leaves", "raise SystemExit(0)"), "tasks.0.environment")
+        find(own("leaves", "raise SystemExit(0)"), ENVIRONMENTS, "tasks.0.environment")
 
 
 @pytest.mark.parametrize(
