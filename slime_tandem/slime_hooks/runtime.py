@@ -173,8 +173,9 @@ def use(runtime: Runtime | None) -> None:
 async def current(args: Any) -> Runtime:
     """The runtime of this event loop; made from slime's arguments when there is none."""
     manager, loop = STATE.manager, asyncio.get_running_loop()
-    if manager.installed is not None:
-        return manager.installed
+    installed: Runtime | None = manager.installed
+    if installed is not None:
+        return installed
     if loop not in manager.running:
         manager.running[loop] = loop.create_task(connect(args))
     return await asyncio.shield(manager.running[loop])

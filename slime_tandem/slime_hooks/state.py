@@ -17,20 +17,17 @@ from slime_tandem.config import RunConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
-    from slime_tandem.slime_hooks.runtime import Runtime
-
 
 @dataclass
 class ManagerState:
     """Of the rollout manager, read and written by runtime.py alone.
 
-    `installed`: the runtime that every event loop is to use, None for one each; `running`: the runtime of each loop, being made
-    or ready, forgotten with its loop.
+    `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
+    being made or ready, forgotten with its loop.
     """
 
-    installed: Runtime | None = None
-    running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Runtime]] = field(
+    installed: Any = None
+    running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -52,12 +49,12 @@ class Parked:
 class TrainerState:
     """Of one trainer rank, read and written by hooks.py alone.
 
-    `parked`: the rollout under way, set by `advantages` or `data_post_process`, replaced by the next rollout's; `coef`: the KL
-    coefficient of `objective.kl_target`, made before the first step and kept to the end.
+    `parked`: the rollout under way, set by `advantages` or `data_post_process`, replaced by the next rollout's; `coef`: the
+    `adaptive.AdaptiveCoef`, KL coefficient of `objective.kl_target`, made before the first step and kept to the end.
     """
 
     parked: Parked | None = None
-    coef: AdaptiveCoef | None = None
+    coef: Any = None
 
 
 @dataclass

@@ -57,7 +57,7 @@ def make_prompt(
     """A prompt whose id follows from its messages, so that equal prompts have equal ids in every run.
 
     >>> make_prompt("squares", [Message("user", "7 * 7 =")], "49").prompt_id
-    'squares/4f98e1feb0ee'
+    'squares/2268c7d0e252'
     """
     messages = tuple(messages)
     return Prompt(f"{task}/{_digest(messages).hex()[:12]}", messages, label, task, metadata or {})

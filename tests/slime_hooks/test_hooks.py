@@ -19,6 +19,7 @@ from slime_tandem.errors import ConfigError, DataError, EngineRejectedError, Tea
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.slime_hooks import hooks, runtime, settings, wire
+from slime_tandem.slime_hooks.state import STATE
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, Prompt
@@ -112,7 +113,7 @@ def test_a_reward_of_ones_own_is_that_of_the_samples_task(
         sample.metadata = {"spec": 1, "messages": "2?"}
         assert asyncio.run(hooks.reward(args, sample)) == 0.5
     finally:
-        settings.forget()
+        STATE.reset()
 
 
 def test_slimes_parameters_are_ours_or_refused() -> None:
@@ -175,7 +176,7 @@ def test_a_failed_sample_has_its_reward_where_slime_looks_for_it(sample_class: A
 
 def test_a_prompt_without_messages_is_refused_where_they_are_needed(sample_class: Any, scripted: Any) -> None:
     args = install({SENIOR: scripted(1, 0)})
-    runtime._installed.roster.spellers = (None, None)  # type: ignore[union-attr]
+    STATE.manager.installed.roster.spellers = (None, None)
     with pytest.raises(DataError, match=r"messages of sample 0=None.*MessagesDataSource"):
         generate(args, sample_class(prompt="xy"))
 
