@@ -51,6 +51,7 @@ from slime_tandem.config.run import (
 )
 from slime_tandem.config.section import (
     Ignored,
+    Named,
     Probability,
     Section,
     http_url,
@@ -60,7 +61,7 @@ from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
     SamplingConfig,
-    Strategy,
+    StrategyName,
     TandemConfig,
 )
 
@@ -83,6 +84,7 @@ __all__ = [
     "KlGuard",
     "MissingMass",
     "ModelsConfig",
+    "Named",
     "Normalisation",
     "ObjectiveConfig",
     "OpdConfig",
@@ -100,7 +102,7 @@ __all__ = [
     "SelectionRules",
     "Selector",
     "SelectorName",
-    "Strategy",
+    "StrategyName",
     "Support",
     "Surrogate",
     "TandemConfig",

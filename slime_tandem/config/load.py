@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from slime_tandem.config.section import Named
 from slime_tandem.errors import ConfigError
 
 
@@ -83,12 +84,15 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def choices_of(model: type[BaseModel], name: str) -> tuple[str, ...]:
-    """The literal values that the setting with this dotted name takes; empty for any other kind of setting."""
+    """The literal values, or built-in names, that a setting (by its dotted name) takes; empty for any other kind of setting."""
     *parents, leaf = name.split(".")
     for part in parents:
         below = model.model_fields[part].annotation
         assert isinstance(below, type), "a section"
         model = below
+    for mark in model.model_fields[leaf].metadata:
+        if isinstance(mark, Named):
+            return mark.names
     annotation = model.model_fields[leaf].annotation
     return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
 
@@ -113,7 +117,8 @@ def problems(
             )
             yield ConfigError(where, value, "a known setting", hint)
         elif kind == "value_error" and isinstance(item["ctx"]["error"], ConfigError):
-            yield item["ctx"]["error"]
+            found = item["ctx"]["error"]  # a type of setting does not know the name of the setting
+            yield found if found.field else ConfigError(where, found.value, found.expected, found.remedy)
         elif kind == "literal_error":
             # e.g. "'word', 'chunk' or 'sentence'": the values as pydantic lists them
             close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)

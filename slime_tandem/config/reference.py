@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slime_tandem.config import RunConfig, Section
+from slime_tandem.config import Named, RunConfig, Section
 
 _BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "min_length": "not empty"}
 _OR_NULL = " or null"
@@ -73,6 +73,8 @@ def _values(info: FieldInfo) -> str:
     >>> _values(RunConfig.model_fields["seed"])
     'whole number, at least 0, below 2^63'
     """
+    if named := [item for item in info.metadata if isinstance(item, Named)]:
+        return ", ".join(f"`{name}`" for name in named[0].names) + " or `module:attribute`"
     kind, null, _ = _kind(info.annotation).partition(_OR_NULL)
     return ", ".join([kind, *_bounds(info.metadata)]) + null
 

@@ -74,7 +74,7 @@ def fields_of(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The literal values that the setting with this dotted name takes; empty for any other kind of setting.
+    """The literal values, or built-in names, that the setting with this dotted name takes; empty for any other kind of setting.
 
     >>> choices_of("objective.scale_advantages"), choices_of("optimizer.lr")
     (('none', 'std', 'mad'), ())

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo, field_validator
+from pydantic_core import core_schema
 
 from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import is_own
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Marks a setting (`Annotated[str, Named(names)]`) that names code: a built-in name, or a user's own as `module:attribute`.
+
+    The form alone is checked here; whoever uses the setting imports it (`extensions.find`).
+    """
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+    def check(self, value: object) -> object:
+        """The value itself; raises ConfigError, without the setting's name, for anything but a name."""
+        if value in self.names or (isinstance(value, str) and is_own(value)):
+            return value
+        *most, last = map(repr, self.names)
+        close = difflib.get_close_matches(str(value), self.names, n=1)
+        raise ConfigError(
+            "",
+            value,
+            f"one of {', '.join(most)} or {last}, or module:attribute",
+            f"did you mean {close[0]!r}?" if close else "choose one of these",
+        )
 
 
 class Ignored(NamedTuple):
@@ -47,22 +77,28 @@ class Section(BaseModel):
         tandem.chunk_size=4: expected 16 (the default) with tandem.selection_strategy='sentence', which ignores it. \
 Remedy: remove it, or choose chunk.
         """
-        dot = f"{path}." if path else ""
         for rule in self.ignored:
-            value = getattr(self, rule.name)
-            default = type(self).model_fields[rule.name].get_default(call_default_factory=True)
-            if value != default and rule.when(self):
-                decides = getattr(self, rule.by)
-                by = f"{dot}{rule.by}" + ("" if isinstance(decides, tuple) else f"={decides!r}")
-                yield ConfigError(
-                    f"{dot}{rule.name}",
-                    list(value) if isinstance(value, tuple) else value,
-                    f"{_as_yaml(default)} (the default) with {by}, which ignores it",
-                    f"remove it, or {rule.remedy}",
-                )
+            if rule.when(self) and (problem := self.misuse(rule, path)):
+                yield problem
         for name in type(self).model_fields:
             if isinstance(below := getattr(self, name), Section):
-                yield from below.misuses(f"{dot}{name}")
+                yield from below.misuses(f"{path}.{name}" if path else name)
+
+    def misuse(self, rule: Ignored, path: str = "") -> ConfigError | None:
+        """The error of a setting that has no effect; None where it is at its default. `path` names this section."""
+        dot = f"{path}." if path else ""
+        value = getattr(self, rule.name)
+        default = type(self).model_fields[rule.name].get_default(call_default_factory=True)
+        if value == default:
+            return None
+        decides = getattr(self, rule.by)
+        by = f"{dot}{rule.by}" + ("" if isinstance(decides, tuple) else f"={decides!r}")
+        return ConfigError(
+            f"{dot}{rule.name}",
+            list(value) if isinstance(value, tuple) else value,
+            f"{_as_yaml(default)} (the default) with {by}, which ignores it",
+            f"remove it, or {rule.remedy}",
+        )
 
 
 def _as_yaml(default: object) -> object:
