@@ -103,7 +103,7 @@ class Strategy:
                 "Strategy", "no ends_after, no cap", "something that ends a run", "give ends_after, cap or both"
             )
         number = isinstance(self.cap, int) and not isinstance(self.cap, bool)
-        if self.cap not in (None, "max_gap_tokens", "chunk_size") and not (number and 1 <= int(self.cap) < 2**31):  # type: ignore[arg-type]
+        if self.cap not in (None, "max_gap_tokens", "chunk_size") and not (number and 1 <= int(self.cap) < 2**31):
             raise ConfigError("Strategy.cap", self.cap, "a whole number from 1, or max_gap_tokens", "correct it")
 
     @property

@@ -91,7 +91,7 @@ class Soak:
 
     def check(self, sample: TandemSample, writer: TandemWriter) -> None:
         n = len(sample.response_ids)
-        whole = n == writer.sampling.max_new_tokens or sample.response_ids[-1] in self.tokens.eos_ids
+        whole = n == writer.options.sampling.max_new_tokens or sample.response_ids[-1] in self.tokens.eos_ids
         self.counts["written"] += 1
         self.counts["tokens"] += n
         self.counts["senior_tokens"] += sample.senior_tokens

@@ -133,7 +133,8 @@ def mark_of(ids: Collection[int], token_bytes: Sequence[bytes | None]) -> Mark |
                 holders[character].add(i)
         else:
             others.update(held)
-    left, chosen = set(ids), []
+    left = set(ids)
+    chosen: list[str] = []
     while left:
         best = max(holders, key=lambda c: (len(holders[c]) - others[c], ord(c)), default=None)
         if best is None or not holders[best] or len(chosen) == _MAX_MARKS:

@@ -65,11 +65,11 @@ def test_lockstep_rollouts(rig: Any, strategy: str) -> None:
     samples = on_both(rig, lambda who: write_lockstep(made, who, senior_version="default"))
     assert {a for s in samples for a in s.authorship_mask} == {SENIOR, JUNIOR}
     for writer, s in zip(made, samples, strict=True):
-        assert s.authorship_mask == writer.rule.authorship(s.key, s.response_ids)
+        assert s.authorship_mask == writer.options.rule.authorship(s.key, s.response_ids)
         assert [run.start for run in s.runs] == [0, *(run.stop for run in s.runs[:-1])]
         assert s.runs[-1].stop == len(s.response_ids) == len(s.log_probs)
         assert {run.weight_version for run in s.runs} == {"default"}
-        assert s.finish_reason == ("stop" if s.response_ids[-1] in writer.tokens.eos_ids else "length")
+        assert s.finish_reason == ("stop" if s.response_ids[-1] in writer.options.tokens.eos_ids else "length")
         assert s.finish_reason == "stop" or len(s.response_ids) == CAP
         # Every token's log-prob is its author's, given the whole text before it.
         ids, n = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)

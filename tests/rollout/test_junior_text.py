@@ -94,7 +94,9 @@ class Scripted:
         assert r.conversation is not None
         so_far = self.writers[r.conversation]
         assert r.input_ids[: len(self.prompt)] == self.prompt
-        assert self.speller.tokens.join(r.input_ids[len(self.prompt) :]) == so_far.tokens.join(so_far.response_ids)
+        assert self.speller.tokens.join(r.input_ids[len(self.prompt) :]) == so_far.options.tokens.join(
+            so_far.response_ids
+        )
         out: list[int] = []
         while len(out) < r.max_new_tokens:
             out.append(self.ids[draw(self.role, r.sampling_seed, r.input_ids, out) % len(self.ids)])
@@ -186,8 +188,8 @@ def test_a_span_without_an_exact_form_falls_back_to_the_senior_and_is_counted(un
     assert sample.response_ids == (1,) * 12
     assert sample.authorship_mask == (1,) * 12
     assert sample.fallback_starts == (1, 3, 5, 7, 9, 11), "the first token of every junior run"
-    assert writer.rule.authorship(sample.key, sample.response_ids) == (1, 0) * 6
-    again = writer.rule.authorship(sample.key, sample.response_ids, fallback_starts=sample.fallback_starts)
+    assert writer.options.rule.authorship(sample.key, sample.response_ids) == (1, 0) * 6
+    again = writer.options.rule.authorship(sample.key, sample.response_ids, fallback_starts=sample.fallback_starts)
     assert again == sample.authorship_mask
 
 

@@ -121,28 +121,32 @@ def test_both_write_by_it_and_the_record_alone_tells_who_wrote_what(
 
 def test_the_embedded_server_stops_at_its_boundaries(module: str, trio: Any, side_url: Callable[[str], str]) -> None:
     tokens = ModelTokenizer.load(trio.junior).tokens
-    config = configured(f"{module}:after_digit")
-    record = BoundaryRecord.resolve(config.tandem, tokens)
-    rule = rule_of(config.tandem, record.ids, tokens)
     digits = {i for i, data in enumerate(tokens.table) if data and data[-1:].isdigit()}
-    assert record.ids == digits - tokens.special
-    assert rule.mark == Mark.of("0123456789")
     endless = dataclasses.replace(tokens, eos_ids=frozenset())
     prompt = ModelTokenizer.load(trio.junior).render((Message("user", "State 1 + 2 ="),))
-    options = WriterOptions(rule, SamplingConfig(max_new_tokens=40), endless)
-    writers = [TandemWriter(SampleKey(5, 0, i), i, Prompt("p", (), None, "t"), prompt, options) for i in range(6)]
+    writers = []
+    for attribute in ("after_digit", "in_turn"):
+        config = configured(f"{module}:{attribute}")
+        record = BoundaryRecord.resolve(config.tandem, tokens)
+        rule = rule_of(config.tandem, record.ids, tokens)
+        assert record.ids == digits
+        assert rule.mark == Mark.of("0123456789")
+        options = WriterOptions(rule, SamplingConfig(max_new_tokens=40), endless)
+        writers += [TandemWriter(SampleKey(5, 0, i), i, Prompt("p", (), None, "t"), prompt, options) for i in range(6)]
 
     async def write() -> list[Any]:
         async with EngineClient(side_url("junior"), role="junior") as client:
             return await write_lockstep(writers, {SENIOR: client, JUNIOR: client})
 
     samples = asyncio.run(write())
-    for sample in samples:
+    for writer, sample in zip(writers, samples, strict=True):
         assert len(sample.response_ids) == 40
-        assert sample.authorship_mask == record.rule.authorship(sample.key, sample.response_ids)
-        assert sample.discarded_tokens == 0, "single digits: the pattern is found just where the runs end"
-    assert any(set(s.response_ids) & digits for s in samples)
-    assert sum(s.switches for s in samples) > 10
+        assert sample.authorship_mask == writer.options.rule.authorship(sample.key, sample.response_ids)
+    assert sum(s.switches for s in samples[:6]) > 10, "by the cap where no digit comes"
+    assert sum(s.switches for s in samples[6:]) > 0
+    # Single digits and no cap: the pattern is found just where the runs end.
+    assert [s.discarded_tokens for s in samples[6:]] == [0] * 6
+    assert all(s.requests == s.switches + 1 for s in samples[6:])
 
 
 def test_a_fused_engine_gets_it_as_numbers(module: str) -> None:
