@@ -40,6 +40,7 @@ def test_the_module_docstring_says_its_duty(path: Path) -> None:
 def test_the_pure_modules_have_examples() -> None:
     names = {dotted(p).removeprefix("slime_tandem.") for p in WITH_EXAMPLES}
     assert names >= {
-        "types", "errors", "config.run", "rollout.handoff", "rollout.writer", "rollout.boundaries", "tokens.token_bytes",
+        "types", "errors", "config.run", "strategies", "rollout.handoff", "rollout.writer", "rollout.boundaries",
+        "rollout.transcript", "tokens.token_bytes",
         "distill.alignment", "objective.advantages", "objective.kl", "objective.logprobs", "objective.loss",
     }  # fmt: skip

@@ -20,7 +20,7 @@ import slime_tandem
 ROOT = Path(slime_tandem.__file__).parent
 
 ROOMS = (
-    "errors", "types", "files", "signals", "extensions", "config", "protocol",  # words
+    "errors", "types", "files", "signals", "extensions", "strategies", "config", "protocol",  # words
     "tokens", "rollout", "distill", "objective", "tasks", "report",  # what is computed, and what is read of it
     "models", "engines", "megatron", "training", "team",  # models at work
     "local", "evaluation", "doctor", "diagnostics", "slime_hooks",  # what is done with them
@@ -32,7 +32,8 @@ ALLOWED = {
     "files": {"errors"},
     "signals": {"errors"},
     "extensions": {"errors"},
-    "config": {"errors", "files", "extensions"},
+    "strategies": {"errors", "extensions"},
+    "config": {"errors", "files", "extensions", "strategies"},
     "protocol": {"types"},
     "tokens": set(),
     "rollout": {"tokens", "protocol"},
@@ -60,10 +61,10 @@ ALLOWED = {
 }  # fmt: skip
 """Rooms that a room may stand on, beside itself, `errors`, `types`, `files`, `signals` and `config`."""
 
-WORDS = {"errors", "types", "files", "signals", "extensions", "config"}
+WORDS = {"errors", "types", "files", "signals", "extensions", "strategies", "config"}
 
 PURE = (
-    "errors", "types", "protocol", "tokens", "rollout", "distill", "objective",
+    "errors", "types", "strategies", "protocol", "tokens", "rollout", "distill", "objective",
 )  # fmt: skip
 """No file, socket, process or clock is touched by these rooms..."""
 DOORS = {

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vocabularies import FILES, Vocabulary, load
 
-from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
+from slime_tandem.config import BoundaryClass, TandemConfig
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.tokens.token_bytes import encode_exact
@@ -58,7 +58,7 @@ CLASSES: tuple[tuple[BoundaryClass, ...], ...] = (
 REPEATS = 20
 
 
-def mean_run(vocabulary: Vocabulary, strategy: Strategy, classes: tuple[BoundaryClass, ...], text: str) -> float:
+def mean_run(vocabulary: Vocabulary, strategy: str, classes: tuple[BoundaryClass, ...], text: str) -> float:
     """Tokens per run; the last, cut run is left out."""
     tokens = vocabulary.tokens
     boundary = boundary_ids(strategy, tokens.table, tokens.special, classes=classes)

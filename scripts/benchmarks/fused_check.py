@@ -34,7 +34,7 @@ from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter, handoff_of
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions, handoff_of
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 BATCHES = (1, 3, 8, 32)
@@ -49,7 +49,7 @@ class Check:
         tokenizer = ModelTokenizer.load(args.senior)
         self.tokens = tokenizer.tokens
         self.ids = [i for i, b in enumerate(self.tokens.table) if b is not None and i not in self.tokens.special]
-        self.rule = HandoffRule("word", 0.5, 16, 8, boundary_ids("word", self.tokens.table, self.tokens.special))
+        self.rule = HandoffRule.of("word", 0.5, 16, 8, boundary_ids("word", self.tokens.table, self.tokens.special))
         self.models = {SENIOR: load_model(args.senior), JUNIOR: load_model(args.junior)}
         self.rounded = {SENIOR: load_model(args.senior), JUNIOR: load_model(args.junior)}
         for model in self.rounded.values():
@@ -58,7 +58,11 @@ class Check:
     def writer(self, i: int, prompt: list[int]) -> TandemWriter:
         sampling = SamplingConfig(max_new_tokens=32)
         return TandemWriter(
-            SampleKey(7, 0, i), 0, Prompt("p", (), None, "t"), prompt, self.rule, sampling, self.tokens, fused=True
+            SampleKey(7, 0, i),
+            0,
+            Prompt("p", (), None, "t"),
+            prompt,
+            WriterOptions(self.rule, sampling, self.tokens, fused=True),
         )
 
     async def tandem(self) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class Check:
         requests = [
             GenerateRequest(
                 f"greedy-{author}-{i}", tuple(rng.choices(self.ids, k=12)), 24, temperature=0.0,
-                handoff=None if author == SENIOR else handoff_of(HandoffRule("word", 0.0, 16, 8, self.rule.boundary), 5),
+                handoff=None if author == SENIOR else handoff_of(HandoffRule.of("word", 0.0, 16, 8, self.rule.boundary), 5),
             )
             for author in (SENIOR, JUNIOR) for i in range(12)
         ]  # fmt: skip

@@ -174,7 +174,7 @@ async def two_servers(
     args: argparse.Namespace, urls: tuple[str, str], name: str, tokens: TokenBytes, rows: list[dict[str, Any]]
 ) -> None:
     """The same rule and lengths written by two servers on this card, each cell driven as `engine.tokens_per_request=auto`."""
-    rule = HandoffRule("word", 0.5, CAP, 16, boundary_ids("word", tokens.table, tokens.special))
+    rule = HandoffRule.of("word", 0.5, CAP, 16, boundary_ids("word", tokens.table, tokens.special))
     async with (
         EngineClient(urls[0], role="senior", timeout_s=1800, max_connections=0) as senior,
         EngineClient(urls[1], role="junior", timeout_s=1800, max_connections=0) as junior,
@@ -210,7 +210,7 @@ def measure(
     args: argparse.Namespace, url: str, name: str, rule: HandoffRule | None, rows: list[dict[str, Any]]
 ) -> None:
     for prob in [None] if rule is None else args.prob:
-        now = None if rule is None else HandoffRule("word", prob, CAP, 16, rule.boundary)
+        now = None if rule is None else HandoffRule.of("word", prob, CAP, 16, rule.boundary)
         for length, concurrency, count in args.cells:
             asyncio.run(drive(url, requests(args, min(count, 32), now, 16), concurrency))  # warm
             jobs = requests(args, count, now, length)
@@ -399,7 +399,7 @@ def main() -> None:
     else:
         args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
-    rule = HandoffRule("word", 0.5, CAP, 16, table())
+    rule = HandoffRule.of("word", 0.5, CAP, 16, table())
     # Now, not after the fused engines: a folder that will not do costs no run.
     tokens = ModelTokenizer.load(args.tokenizer).tokens if args.two_servers else None
     rows: list[dict[str, Any]] = []

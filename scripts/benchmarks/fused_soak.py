@@ -18,9 +18,9 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.errors import EngineError
@@ -28,7 +28,8 @@ from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 PROMPT = Prompt("soak", (), None, "soak")
@@ -40,8 +41,8 @@ class Soak:
     def __init__(self, args: argparse.Namespace, tokenizer: ModelTokenizer) -> None:
         self.args, self.tokens = args, tokenizer.tokens
         self.rules = [
-            HandoffRule(s, p, 16, 8, boundary_ids(s, self.tokens.table, self.tokens.special))
-            for s in get_args(Strategy)
+            HandoffRule.of(s, p, 16, 8, boundary_ids(s, self.tokens.table, self.tokens.special))
+            for s in STRATEGIES
             for p in (0.3, 0.7)
         ]
         self.counts: Counter[str] = Counter()
@@ -54,7 +55,9 @@ class Soak:
         rng = random.Random(i)
         prompt = [rng.randrange(10, len(self.tokens.table)) for _ in range(rng.randint(1, self.args.prompt))]
         sampling = SamplingConfig(max_new_tokens=rng.randint(1, self.args.new))
-        return TandemWriter(SampleKey(5, 0, i), 0, PROMPT, prompt, self.rule(i), sampling, self.tokens, fused=True)
+        return TandemWriter(
+            SampleKey(5, 0, i), 0, PROMPT, prompt, WriterOptions(self.rule(i), sampling, self.tokens, fused=True)
+        )
 
     async def one(self, i: int, client: EngineClient) -> None:
         """Write response `i`, whatever happens to it on the way; count what happened."""
@@ -73,12 +76,12 @@ class Soak:
                 task = asyncio.ensure_future(write_one(writer, engines))
                 if rng.random() < self.args.aborts:
                     await asyncio.sleep(rng.uniform(0.01, self.args.abort_after))
-                    await client.abort(f"5-0-{i}-{writer._requests}")
+                    await client.abort(f"5-0-{i}-{writer.transcript.requests}")
                 sample = await task
                 if sample.finish_reason != "abort":
                     break
                 self.counts["aborts"] += 1
-                writer = TandemWriter.resume(sample, self.rule(i), writer.sampling, self.tokens, fused=True)
+                writer = TandemWriter.resume(sample, writer.options)
         except EngineError as error:
             self.counts["failed"] += 1
             self.counts["mismatched"] += "what the rule prescribes" in str(error)
@@ -88,7 +91,7 @@ class Soak:
 
     def check(self, sample: TandemSample, writer: TandemWriter) -> None:
         n = len(sample.response_ids)
-        whole = n == writer.sampling.max_new_tokens or sample.response_ids[-1] in self.tokens.eos_ids
+        whole = n == writer.options.sampling.max_new_tokens or sample.response_ids[-1] in self.tokens.eos_ids
         self.counts["written"] += 1
         self.counts["tokens"] += n
         self.counts["senior_tokens"] += sample.senior_tokens

@@ -46,7 +46,7 @@ from slime_tandem.engines.sglang import free_port
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
@@ -208,10 +208,11 @@ def make_writers(
 ) -> list[TandemWriter]:
     """One writer per prompt. Without `stop`, the boundary ids count as a user's own: the client cuts."""
     sampling = SamplingConfig(max_new_tokens=new_tokens)
+    rule = rule if v.stop else dataclasses.replace(rule, mark=None)
     return [
         TandemWriter(
-            SampleKey(seed, 0, i), i, Prompt(f"p{i}", (), None, "bench"), ids, rule, sampling, tokens,
-            custom_boundary=not v.stop, tokens_per_request=v.window,
+            SampleKey(seed, 0, i), i, Prompt(f"p{i}", (), None, "bench"), ids,
+            WriterOptions(rule, sampling, tokens, tokens_per_request=v.window),
         )
         for i, ids in enumerate(prompts)
     ]  # fmt: skip
@@ -223,7 +224,7 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], label: str, r
     from slime_tandem.rollout.boundaries import boundary_ids
 
     tokens = ModelTokenizer.load(Path(args.tokenizer)).tokens
-    rule = HandoffRule("word", 0.5, 32, 16, boundary_ids("word", tokens.table, tokens.special))
+    rule = HandoffRule.of("word", 0.5, 32, 16, boundary_ids("word", tokens.table, tokens.special))
     high = len(tokens.table) - len(tokens.special) - 1
     async with (
         EngineClient(urls[0], role="senior", timeout_s=600, max_connections=0) as senior,
@@ -423,7 +424,7 @@ def traffic(args: argparse.Namespace) -> None:
     tiny_pair(root, context=32768, eos=False)
     tokens = ModelTokenizer.load(root / "senior").tokens
     tokens = dataclasses.replace(tokens, eos_ids=frozenset())  # nobody ends: lengths are exact
-    rule = HandoffRule("word", 0.5, 32, 16, boundary_ids("word", tokens.table, tokens.special))
+    rule = HandoffRule.of("word", 0.5, 32, 16, boundary_ids("word", tokens.table, tokens.special))
 
     async def main(urls: tuple[str, str]) -> list[dict[str, Any]]:
         rows = []

@@ -38,7 +38,7 @@ from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 KINDS = ("503", "closed before", "closed after", "hang", "log-prob lost", "field lost", "cut", "abort")
@@ -146,7 +146,7 @@ async def soak(args: argparse.Namespace, servers: list[ServerProcess], folder: P
     proxies = [Proxy(s, plan_faults(args.faults // 2, expected, draw), done) for s in servers]
     strategies = ("word", "bernoulli", "sentence", "chunk", "alternating")
     rules = {
-        s: HandoffRule(s, 0.5, 8, 3, boundary_ids(s, tokens.table, tokens.special))  # type: ignore[arg-type]
+        s: HandoffRule.of(s, 0.5, 8, 3, boundary_ids(s, tokens.table, tokens.special))  # type: ignore[arg-type]
         for s in strategies
     }
     sampling = SamplingConfig(max_new_tokens=args.tokens)
@@ -190,13 +190,17 @@ async def soak(args: argparse.Namespace, servers: list[ServerProcess], folder: P
                     for author, client in ((SENIOR, clients[0]), (JUNIOR, clients[1])):
                         engines[author] = await inner.enter_async_context(SessionEngine(client))
                 writer = TandemWriter(
-                    key, i, Prompt(f"p{i}", (), None, "soak"), prompt_ids, rule, sampling, tokens, **options
+                    key,
+                    i,
+                    Prompt(f"p{i}", (), None, "soak"),
+                    prompt_ids,
+                    WriterOptions(rule, sampling, tokens, **options),
                 )
                 try:
                     sample = await write_one(writer, engines)
                     while sample.finish_reason == "abort":
                         resumed += 1
-                        writer = TandemWriter.resume(sample, rule, sampling, tokens, **options)
+                        writer = TandemWriter.resume(sample, WriterOptions(rule, sampling, tokens, **options))
                         sample = await write_one(writer, engines)
                 except EngineError as error:
                     failed[i] = str(error).splitlines()[0]

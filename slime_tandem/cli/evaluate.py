@@ -6,10 +6,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import get_args
 
 from slime_tandem.cli import flags
-from slime_tandem.config import Strategy
 from slime_tandem.errors import RunDirError
 from slime_tandem.files import require_place
 
@@ -24,7 +22,7 @@ def add(commands: flags.Commands) -> None:
     )
     parser.add_argument(
         "--handoff-strategy",
-        choices=get_args(Strategy),
+        metavar="STRATEGY",
         default=argparse.SUPPRESS,
         help="short for --set eval.handoff_strategy=... (default: that setting)",
     )
@@ -40,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from slime_tandem.evaluation.run import run_evaluation
     from slime_tandem.evaluation.show import svg, table
 
-    config = flags.load_config(args, {"eval.handoff_strategy": getattr(args, "handoff_strategy", None)})
+    named = getattr(args, "handoff_strategy", None)
+    config = flags.load_config(args, {"eval.handoff_strategy": None if named is None else json.dumps(named)})
     for flag, name in (("--output", args.output), ("--plot", args.plot)):
         if name is not None:
             require_place(Path(name), flag)

@@ -61,7 +61,7 @@ from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
     SamplingConfig,
-    Strategy,
+    StrategyName,
     TandemConfig,
 )
 
@@ -102,7 +102,7 @@ __all__ = [
     "SelectionRules",
     "Selector",
     "SelectorName",
-    "Strategy",
+    "StrategyName",
     "Support",
     "Surrogate",
     "TandemConfig",

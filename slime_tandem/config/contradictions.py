@@ -1,4 +1,4 @@
-"""Rules between settings: what each section allows alone and the whole does not. One list, in the order in which they are told.
+"""Rules between settings: what each section allows alone and the whole does not. One list, in the order of reporting.
 
 A setting that another makes void is no rule of this list: its section says so (`section.Ignored`).
 """

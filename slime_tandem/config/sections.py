@@ -11,7 +11,7 @@ from slime_tandem.config.engine import EngineConfig, ModelsConfig
 from slime_tandem.config.objective import ObjectiveConfig, OptimizerConfig
 from slime_tandem.config.opd import OpdConfig
 from slime_tandem.config.section import Named, Section
-from slime_tandem.config.tandem import SamplingConfig, Strategy, TandemConfig
+from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
 from slime_tandem.extensions import is_own
 
 
@@ -80,10 +80,10 @@ class EvalConfig(Section):
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
     top_p: float = Field(0.8, gt=0.0, le=1.0, description="`slime-tandem eval`: nucleus mass")
     top_k: int = Field(20, ge=-1, description="`slime-tandem eval`: -1: whole vocabulary")
-    handoff_strategy: Strategy = Field(
+    handoff_strategy: StrategyName = Field(
         "sentence",
-        description="`slime-tandem eval`: where the pen changes hands, senior first (sentence: at blank lines, the paper's; "
-        "choose word where answers have none)",
+        description="`slime-tandem eval`: where the author changes, senior first (sentence: at blank lines, the paper's; "
+        "choose word where answers have none); or a strategy of your own as module:attribute",
     )
     drift_samples: int = Field(
         4,

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from slime_tandem.config.section import Ignored, Probability, Section
+from slime_tandem.config.section import Ignored, Named, Probability, Section
+from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import is_own
+from slime_tandem.strategies import STRATEGIES
 
-Strategy = Literal["word", "bernoulli", "sentence", "chunk", "alternating"]
+StrategyName = Annotated[str, Named(tuple(STRATEGIES))]
 BoundaryClass = Literal["space", "newline", "punctuation"]
 AuthorSchedule = Literal["draw", "alternate"]
 
 
-_READERS: dict[str, tuple[Strategy, ...]] = {
-    "prob_senior": ("word", "bernoulli", "sentence"),
-    "max_gap_tokens": ("word",),
-    "chunk_size": ("chunk",),
-    "boundary_classes": ("word",),
-    "boundary_token_ids": ("word", "sentence"),
-}
-"""Settings that some strategies read and the others ignore."""
+def _read_by_some(name: str) -> Ignored:
+    """A setting that some strategies read. What a user's own reads is known when it is imported, and `unread` says it then."""
+    readers = [strategy for strategy, record in STRATEGIES.items() if name in record.reads]
 
-
-def _read_by(name: str, *strategies: Strategy) -> Ignored:
     def when(section: TandemConfig) -> bool:
-        return section.selection_strategy not in strategies
+        return not is_own(section.selection_strategy) and section.selection_strategy not in readers
 
-    return Ignored(name, when, "selection_strategy", f"choose {' or '.join(strategies)}")
+    return Ignored(name, when, "selection_strategy", f"choose {' or '.join(readers)}")
+
+
+_READ_BY_SOME = tuple(
+    _read_by_some(name)
+    for name in ("prob_senior", "max_gap_tokens", "chunk_size", "boundary_classes", "boundary_token_ids")
+)
 
 
 class TandemConfig(Section):
     """Tandem RL (arXiv 2606.28166): who writes which token."""
 
     enabled: bool = Field(True, description="False: the senior writes alone (plain GRPO)")
-    selection_strategy: Strategy = Field("word", description="where a handoff may fall")
+    selection_strategy: StrategyName = Field(
+        "word",
+        description="where a handoff may fall: a strategy, or one of your own as module:attribute (docs/extending.md)",
+    )
     prob_senior: Probability = Field(0.5, description="probability that a new run is the senior's")
     author_schedule: AuthorSchedule = Field(
         "draw",
@@ -67,12 +73,18 @@ class TandemConfig(Section):
     )
 
     ignored: ClassVar = (
-        *(_read_by(name, *strategies) for name, strategies in _READERS.items()),
+        *_READ_BY_SOME,
         Ignored("prob_senior", lambda s: s.author_schedule == "alternate", "author_schedule", "choose draw"),
         Ignored(
             "boundary_classes", lambda s: s.boundary_token_ids is not None, "boundary_token_ids", "remove these ids"
         ),
     )
+
+    def unread(self, reads: Collection[str]) -> Iterator[ConfigError]:
+        """An error for each setting that is set though a strategy of the user's own, which reads `reads`, does not read it."""
+        for rule in _READ_BY_SOME:
+            if rule.name not in reads and (problem := self.misuse(rule, "tandem")):
+                yield problem
 
     @field_validator("boundary_classes")
     @classmethod

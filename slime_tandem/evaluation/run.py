@@ -30,8 +30,9 @@ from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_
 from slime_tandem.models.tokenizer import require_same_tokenizer
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout import rollout_ids
-from slime_tandem.rollout.boundaries import boundary_ids
+from slime_tandem.rollout.boundaries import boundary_ids, rule_of
 from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.strategies import find_strategy
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import successful, with_revival
 from slime_tandem.team.roster import Role, Roster
@@ -86,7 +87,10 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
     tasks = TaskSet(config.tasks, config.seed)
     prompts = tasks.heldout_prompts(config.eval.prompts)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
-    with Team(Roster(config), config.run_dir / "logs") as team:
+    roster = Roster(config)
+    if "junior" in roster.roles:
+        evaluation_rule(config, roster.student.tokens)  # a strategy of the user's own is refused before anything starts
+    with Team(roster, config.run_dir / "logs") as team:
         return evaluate_senior(team, tasks, prompts, say)
 
 
@@ -212,18 +216,24 @@ def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:
     The boundary ids are the strategy's own, or `tandem.boundary_token_ids` where the strategy is also the run's. There may be
     none (a tokenizer without a token that ends in a blank line): then the senior writes all, and the notes say so.
     """
+    named = config.eval.handoff_strategy
+    own = config.tandem.boundary_token_ids if config.tandem.selection_strategy == named else None
     tandem = config.tandem.model_copy(
-        update={"enabled": True, "selection_strategy": config.eval.handoff_strategy, "author_schedule": "alternate"}
+        update={
+            "enabled": True,
+            "selection_strategy": named,
+            "author_schedule": "alternate",
+            "boundary_token_ids": own,
+        }
     )
-    if tandem.boundary_token_ids is not None and config.tandem.selection_strategy == tandem.selection_strategy:
-        return HandoffRule.from_config(tandem, tandem.boundary_token_ids)
-    ids = boundary_ids(tandem.selection_strategy, tokens.table, tokens.special, classes=tandem.boundary_classes)
-    return HandoffRule.from_config(tandem, ids)
+    classes, field = tandem.boundary_classes, "eval.handoff_strategy"
+    ids = boundary_ids(named, tokens.table, tokens.special, classes=classes, field=field) if own is None else own
+    return rule_of(tandem, ids, tokens)
 
 
 def _no_handoff(rule: HandoffRule) -> str:
     why = f"no chain has a boundary of strategy {rule.strategy!r} before its end"
-    if rule.strategy in ("word", "sentence") and not rule.boundary:
+    if find_strategy(rule.strategy).by_text and not rule.boundary:
         why = f"the tokenizer has no token that is a boundary of strategy {rule.strategy!r}"
     return (
         f"No handoff happened: {why}. The senior wrote every chain alone, so this says nothing about handoff robustness. "

@@ -24,15 +24,16 @@ from typing import Literal, get_args
 
 from filelock import FileLock
 
-from slime_tandem.config import RunConfig, SelectorName, Strategy
+from slime_tandem.config import RunConfig, SelectorName
 from slime_tandem.errors import ConfigError, RunDirError
 from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
 from slime_tandem.report.run_folder import disk_errors, replace_file, require_same_settings
 from slime_tandem.report.summary import summarise
+from slime_tandem.strategies import STRATEGIES
 
 _ENTRY = re.compile(r"([a-z0-9_]+):([0-9.]+):([0-9]{1,6})")
 _SELECTORS = tuple(n for part in get_args(SelectorName) for n in (get_args(part) or (part,)))
-_TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in get_args(Strategy)))
+_TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in STRATEGIES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,15 @@ class Method:
             return out if self.name in ("full", "pure_opd") else [*out, f"opd.selection.top_k={top_k}"]
         out = ["opd.enabled=false", "objective.reward_coef=1.0"]
         strategy = self.name.removeprefix("tandem_")
-        fixed = {"solo_grpo": 1.0, "chunk": 0.5, "alternating": 0.5}.get(strategy, self.number)
+        drawn = strategy in STRATEGIES and not STRATEGIES[strategy].alternates
+        fixed = self.number if drawn else 1.0 if strategy == "solo_grpo" else 0.5
         if self.number != fixed:
             entry = f"{self.name}:{self.number:.15g}:{self.idx}"
             raise ConfigError("METHOD_LIST", entry, f"the number {fixed:.15g}, it has no other", "correct it")
         if self.name == "solo_grpo":
             return [*out, "tandem.enabled=false", "eval.tandem=true"]
         out += ["tandem.enabled=true", f"tandem.selection_strategy={strategy}"]
-        return out if strategy in ("chunk", "alternating") else [*out, f"tandem.prob_senior={self.number:.15g}"]
+        return [*out, f"tandem.prob_senior={self.number:.15g}"] if drawn else out
 
 
 def parse_methods(text: str) -> list[Method]:

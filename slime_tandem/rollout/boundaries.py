@@ -1,51 +1,41 @@
-"""After which tokens a run ends: tables per tokenizer, stated on decoded bytes; and the record of them that a run keeps.
+"""After which tokens a run ends: a strategy's table for one tokenizer, the rule with it, and the record that a run keeps.
 
-`word`: a token of one of the chosen classes; the paper's rule, and the default, is `space` alone.
-  space        its bytes begin with a space
-  newline      its bytes hold a line feed, anywhere: the token that breaks the line ends the run, indentation and all
-  punctuation  its bytes end in one of PUNCTUATION (ASCII and full-width)
-`sentence`: a token whose bytes end in a blank line, that is in two line feeds.
-`bernoulli`, `chunk`, `alternating` count tokens and have no table.
-Special tokens are never boundaries. Pure.
+What is a boundary is stated on decoded bytes (`slime_tandem.strategies`), or by the user's own list of ids. Special tokens are
+never boundaries by their bytes. Pure.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
+from slime_tandem.config import BoundaryClass, TandemConfig
 from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.extensions import is_own
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.strategies import STRATEGIES, Mark, find_strategy
 from slime_tandem.tokens.token_bytes import TokenBytes
 
-PUNCTUATION = ".,;:!?。，；：！？、…"
-_ENDS = tuple(mark.encode() for mark in PUNCTUATION)
-# One character that every token of the class has of its own: as many of them as boundaries stand in any text.
-_MARKS: dict[BoundaryClass, str] = {"space": " ", "newline": "\n", "punctuation": re.escape(PUNCTUATION)}
 _PAPER: tuple[BoundaryClass, ...] = ("space",)
-
-
-# Whether a token with these bytes belongs to a class.
-IN_CLASS: dict[BoundaryClass, Callable[[bytes], bool]] = {
-    "space": lambda data: data.startswith(b" "),
-    "newline": lambda data: b"\n" in data,
-    "punctuation": lambda data: data.endswith(_ENDS),
-}
+_MAX_MARKS = 64
+"""Characters in a pattern that is found from token ids; a table that needs more is followed without one."""
 
 
 def boundary_ids(
-    strategy: Strategy,
+    strategy: str,
     token_bytes: Sequence[bytes | None],
     special: Collection[int],
     *,
     classes: Iterable[BoundaryClass] = _PAPER,
+    field: str = "tandem.selection_strategy",
 ) -> frozenset[int]:
     """Ids after which a run may end; empty for strategies that count tokens. `classes` matter to `word` alone.
 
-    `token_bytes` [V]: the bytes of each id, None where an id has none.
+    `token_bytes` [V]: the bytes of each id, None where an id has none. Raises ConfigError, which names the setting `field`,
+    for a name that stands for no strategy, and for a user's own that fails.
 
     >>> table = [b"a", b" b", b"\\n", b" ", None, b"\\n\\n"]
     >>> sorted(boundary_ids("word", table, special=()))
@@ -53,15 +43,20 @@ def boundary_ids(
     >>> sorted(boundary_ids("word", table, special=(), classes=("newline",))), sorted(boundary_ids("sentence", table, ()))
     ([2, 5], [5])
     """
-    match strategy:
-        case "word":
-            tests = [IN_CLASS[name] for name in classes]
-            ids = {i for test in tests for i, b in enumerate(token_bytes) if b and test(b)}
-        case "sentence":
-            ids = {i for i, b in enumerate(token_bytes) if b and b.endswith(b"\n\n")}
-        case "bernoulli" | "chunk" | "alternating":
-            return frozenset()
-    return frozenset(ids.difference(special))
+    test = find_strategy(strategy, field).test(classes)
+    if test is None:
+        return frozenset()
+    ids = set()
+    for i, data in enumerate(token_bytes):
+        if data and i not in special:
+            try:
+                if test(data):
+                    ids.add(i)
+            except Exception as error:  # a user's own code
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                expected = f"an `ends_after` that answers for the bytes of every token ({why} at token {i}, {data!r})"
+                raise ConfigError(field, strategy, expected, "correct the function") from error
+    return frozenset(ids)
 
 
 def resolve_boundaries(
@@ -69,8 +64,14 @@ def resolve_boundaries(
 ) -> frozenset[int]:
     """The configured ids, checked against the vocabulary, or the strategy's own table.
 
-    Raises ConfigError for ids outside the vocabulary, and where no token at all could end a word or sentence.
+    Raises ConfigError for ids outside the vocabulary, where no token at all could end a word or sentence, and for a setting
+    that a strategy of the user's own does not read.
     """
+    strategy = config.selection_strategy
+    record = find_strategy(strategy)
+    if is_own(strategy):  # of the built-in ones, the configuration knows
+        for problem in config.unread(record.reads):
+            raise problem
     if config.boundary_token_ids is not None:
         wrong = [i for i in config.boundary_token_ids if not 0 <= i < len(token_bytes)]
         if wrong:
@@ -78,13 +79,12 @@ def resolve_boundaries(
                 "tandem.boundary_token_ids", wrong[:5], f"ids in [0, {len(token_bytes)})", "correct the list"
             )
         return frozenset(config.boundary_token_ids)
-    strategy = config.selection_strategy
-    if not config.enabled or strategy not in ("word", "sentence"):
+    if not config.enabled or not record.by_text:
         return boundary_ids(strategy, token_bytes, special, classes=config.boundary_classes)
     # A class without a token is as wrong as a strategy without one: what was asked for would not happen.
     tables = {
         name: boundary_ids(strategy, token_bytes, special, classes=(name,))
-        for name in (config.boundary_classes if strategy == "word" else _PAPER)
+        for name in (config.boundary_classes if record.classes else _PAPER)
     }
     empty = [name for name, ids in tables.items() if not ids]
     if empty:
@@ -100,65 +100,117 @@ def resolve_boundaries(
     return frozenset().union(*tables.values())
 
 
-def stop_regex(strategy: Strategy, runs: int, *, classes: Iterable[BoundaryClass] = _PAPER) -> str | None:
+def stop_regex(strategy: str, runs: int, *, classes: Iterable[BoundaryClass] = _PAPER) -> str | None:
     """A pattern that is found in the text as soon as `runs` runs have ended in it; None where no text ends a run.
 
     It never lets a server write past the last boundary of `boundary_ids`: every boundary token brings a mark of its own
-    into the text. (Runs that end by `max_gap_tokens` are bounded by the request's token budget.) It may be found earlier,
+    into the text. (Runs that end by their cap are bounded by the request's token budget.) It may be found earlier,
     where one token holds several marks or several tokens write one; the writer then asks again. The text must be
-    that of the whole answer. Matched in linear time: it is tried at the start alone, and there is one way to match.
+    that of the whole answer (`strategies.Mark.regex`).
 
-    >>> import re
-    >>> [bool(re.search(stop_regex("word", 2), t)) for t in ("one", "one two", "one two ")]
-    [False, False, True]
     >>> stop_regex("word", 1, classes=("space", "newline"))
     '[ \\\\n]'
     """
-    match strategy:
-        case "word":
-            marks = "".join(_MARKS[name] for name in classes).replace("\n", "\\n")
-            mark, rest = f"[{marks}]", f"[^{marks}]*"
-        case "sentence":
-            # No look-ahead: SGLang warns of it at every request (sampling_params.py, get_max_seq_length).
-            mark, rest = r"\n\n", r"(?:[^\n]|\n[^\n])*"
-        case "bernoulli" | "chunk" | "alternating":
+    mark = find_strategy(strategy).marks(classes)
+    return mark.regex(runs) if mark else None
+
+
+def mark_of(ids: Collection[int], token_bytes: Sequence[bytes | None]) -> Mark | None:
+    """Characters of which every token of `ids` brings one into the text, and few other tokens do; None where there are none.
+
+    A character counts where a token holds it whole, so that it shows whatever stands before. Chosen one after the other: that
+    which most of the boundaries left over hold, less the other tokens that do.
+
+    >>> mark_of({1, 3}, [b"a", b" 1", b"b", b"x2", b"x"])
+    Mark(one='[12]', between='[^12]*')
+    """
+    holders: dict[str, set[int]] = defaultdict(set)
+    others: Counter[str] = Counter()
+    for i, data in enumerate(token_bytes):
+        held = set((data or b"").decode("utf-8", "ignore")) - {"\ufffd"}
+        if i in ids:
+            for character in held:
+                holders[character].add(i)
+        else:
+            others.update(held)
+    left = set(ids)
+    chosen: list[str] = []
+    while left:
+        best = max(holders, key=lambda c: (len(holders[c]) - others[c], ord(c)), default=None)
+        if best is None or not holders[best] or len(chosen) == _MAX_MARKS:
             return None
-    return rf"\A(?:{rest}{mark}){{{runs}}}" if runs > 1 else mark
+        chosen.append(best)
+        covered = holders.pop(best)
+        left -= covered
+        for i in covered:
+            for character in set((token_bytes[i] or b"").decode("utf-8", "ignore")) & holders.keys():
+                holders[character].discard(i)
+        holders = defaultdict(set, {c: found for c, found in holders.items() if found})
+    return Mark.of(sorted(chosen)) if chosen else None
+
+
+def rule_of(config: TandemConfig, ids: Iterable[int], tokens: TokenBytes) -> HandoffRule:
+    """The rule with these boundary `ids`; where the strategy does not say how they show in the text, that is found."""
+    rule = HandoffRule.from_config(config, ids)
+    if rule.mark is None and rule.boundary and config.boundary_token_ids is None:
+        return replace(rule, mark=mark_of(rule.boundary, tokens.table))
+    return rule
 
 
 @dataclass(frozen=True)
 class BoundaryRecord:
-    """Where runs ended in a run of training, kept with it: enough to recompute every authorship mask, and to check.
+    """Who wrote and where runs ended in a run of training, kept with it: enough to recompute every authorship mask.
 
     `source`: "bytes" (the classes or the strategy's rule on decoded bytes), "config" (`tandem.boundary_token_ids`) or
     "none" (the strategy counts tokens). `classes` are empty where none were used. `vocab_size` and `fingerprint`
-    name the tokenizer (`TokenBytes.fingerprint`).
+    name the tokenizer (`TokenBytes.fingerprint`). `ids`, `prob_senior`, `cap` and `alternates` are those of the rule: the
+    authors follow from them without the code of a strategy.
 
     >>> tokens = TokenBytes((b"a", b" b", b" c", b"d", b" e"), frozenset(), frozenset())
     >>> record = BoundaryRecord.resolve(TandemConfig(), tokens)
     >>> record.source, sorted(record.ids), BoundaryRecord.from_json(record.to_json()) == record
     ('bytes', [1, 2, 4], True)
+    >>> record.rule == HandoffRule.from_config(TandemConfig(), record.ids)
+    True
     """
 
-    strategy: Strategy
+    strategy: str
     classes: tuple[BoundaryClass, ...]
     source: Literal["bytes", "config", "none"]
     vocab_size: int
     fingerprint: str
     ids: frozenset[int]
+    prob_senior: float
+    cap: int | None
+    alternates: bool
 
     @classmethod
     def resolve(cls, config: TandemConfig, tokens: TokenBytes) -> BoundaryRecord:
         """`resolve_boundaries` with where its ids came from; raises like it."""
         ids = resolve_boundaries(config, tokens.table, tokens.special)
+        record = find_strategy(config.selection_strategy)
         source: Literal["bytes", "config", "none"] = "bytes"
-        if config.selection_strategy not in ("word", "sentence"):
+        if not record.by_text:
             source = "none"
         elif config.boundary_token_ids is not None:
             source = "config"
-        by_class = source == "bytes" and config.selection_strategy == "word"
-        classes = config.boundary_classes if by_class else ()
-        return cls(config.selection_strategy, classes, source, len(tokens.table), tokens.fingerprint, ids)
+        rule = HandoffRule.from_config(config, ids)
+        return cls(
+            strategy=config.selection_strategy,
+            classes=config.boundary_classes if source == "bytes" and record.classes else (),
+            source=source,
+            vocab_size=len(tokens.table),
+            fingerprint=tokens.fingerprint,
+            ids=ids,
+            prob_senior=rule.prob_senior,
+            cap=rule.cap,
+            alternates=rule.alternates,
+        )
+
+    @property
+    def rule(self) -> HandoffRule:
+        """The rule that decided the authors."""
+        return HandoffRule(self.strategy, self.prob_senior, self.ids, self.cap, self.alternates)
 
     def to_json(self) -> str:
         """One JSON object; `ids` ascending, a stretch of three or more as [first, last]."""
@@ -168,6 +220,9 @@ class BoundaryRecord:
             "source": self.source,
             "vocab_size": self.vocab_size,
             "fingerprint": self.fingerprint,
+            "prob_senior": self.prob_senior,
+            "cap": self.cap,
+            "alternates": self.alternates,
             "count": len(self.ids),
             "ids": _stretches(self.ids),
         }
@@ -188,12 +243,18 @@ class BoundaryRecord:
                 vocab_size=tree["vocab_size"],
                 fingerprint=tree["fingerprint"],
                 ids=frozenset(ids),
+                prob_senior=tree["prob_senior"],
+                cap=tree["cap"],
+                alternates=tree["alternates"],
             )
             sound = (
-                record.strategy in get_args(Strategy)
+                (record.strategy in STRATEGIES or is_own(record.strategy))
                 and set(record.classes) <= set(get_args(BoundaryClass))
                 and record.source in ("bytes", "config", "none")
                 and len(record.fingerprint) == 64
+                and 0.0 <= record.prob_senior <= 1.0
+                and (record.cap is None or (type(record.cap) is int and record.cap >= 1))
+                and isinstance(record.alternates, bool)
                 and ids == sorted(record.ids)
                 and all(0 <= i < record.vocab_size for i in ids)
                 and tree["count"] == len(ids)

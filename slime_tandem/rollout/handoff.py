@@ -5,23 +5,17 @@ writes it does not: the author of run k is drawn from a counter-based hash of (s
 whole schedule of authors is known before the first token, a server can be asked for all neighbouring runs of one author
 in a single request, and anybody can recompute the authorship of a finished response from its tokens.
 
-Strategies (Tandem RL, arXiv 2606.28166; the literal values are the paper's):
-  word         a run ends after a boundary token (its bytes begin with a space) or after `max_gap_tokens`
-  bernoulli    every token is a run
-  sentence     a run ends after a token whose bytes end in a blank line
-  chunk        `chunk_size` tokens each, authors alternate, senior first
-  alternating  one token each, authors alternate, senior first
-
-With `schedule="alternate"` the authors of word, bernoulli and sentence runs alternate too, senior first, instead of being
-drawn: the paper's handoff evaluation is `sentence` so.
+Where a run may end is a strategy's to say (`slime_tandem.strategies`). With `schedule="alternate"` the authors alternate,
+senior first, instead of being drawn: the paper's handoff evaluation is `sentence` so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from slime_tandem.config import AuthorSchedule, Strategy, TandemConfig
+from slime_tandem.config import AuthorSchedule, TandemConfig
+from slime_tandem.strategies import Mark, find_strategy
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
 _M32 = 0xFFFFFFFF
@@ -70,34 +64,70 @@ def sampling_seed(key: SampleKey) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRule:
-    """The settings that decide authorship, with the boundary table resolved for one tokenizer.
+    """What decides authorship, with the strategy resolved for one tokenizer: numbers alone, no code.
 
-    >>> rule = HandoffRule("word", prob_senior=0.5, max_gap_tokens=32, chunk_size=16, boundary=frozenset({1}))
+    `strategy`: its name, for messages. `prob_senior`: probability that a run is the senior's. `boundary`: ids after which a
+    run ends. `cap`: the most tokens of a run, None: no cap. `alternates`: the authors take turns, senior first, instead of
+    being drawn. `mark`: how boundaries show in the text, for servers that can stop there; None: they need not show. It
+    decides no author.
+
+    >>> rule = HandoffRule.of("word", prob_senior=0.5, max_gap_tokens=32, chunk_size=16, boundary={1})
     >>> key = SampleKey(seed=7, rollout_id=0, sample_index=3)
     >>> rule.authorship(key, [5, 6, 1, 5, 1, 5])  # runs: [5 6 1] [5 1] [5]
     (1, 1, 1, 1, 1, 0)
-    >>> HandoffRule("word", 0.5, 32, 16, frozenset({1}), schedule="alternate").authorship(key, [5, 6, 1, 5, 1, 5])
+    >>> HandoffRule.of("word", 0.5, 32, 16, {1}, schedule="alternate").authorship(key, [5, 6, 1, 5, 1, 5])
     (1, 1, 1, 0, 0, 1)
     """
 
-    strategy: Strategy
+    strategy: str
     prob_senior: float
-    max_gap_tokens: int
-    chunk_size: int
     boundary: frozenset[int]
-    schedule: AuthorSchedule = "draw"
+    cap: int | None
+    alternates: bool
+    mark: Mark | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        strategy: str,
+        prob_senior: float,
+        max_gap_tokens: int,
+        chunk_size: int,
+        boundary: Iterable[int],
+        schedule: AuthorSchedule = "draw",
+        classes: Iterable[str] = ("space",),
+    ) -> HandoffRule:
+        """The rule of a strategy, built in or a user's own, with the settings that it may read and its ids of a tokenizer.
+
+        Raises ConfigError for a name that stands for no strategy.
+        """
+        record = find_strategy(strategy)
+        settings = {"max_gap_tokens": max_gap_tokens, "chunk_size": chunk_size}
+        return cls(
+            strategy=strategy,
+            prob_senior=prob_senior,
+            boundary=frozenset(boundary) if record.by_text else frozenset(),
+            cap=settings[record.cap] if isinstance(record.cap, str) else record.cap,
+            alternates=record.alternates or schedule == "alternate",
+            mark=record.marks(classes),
+        )
 
     @classmethod
     def from_config(cls, config: TandemConfig, boundary: Iterable[int]) -> HandoffRule:
-        """`config.enabled=False` is the rule in which the senior writes everything."""
-        return cls(
-            strategy=config.selection_strategy if config.enabled else "word",
-            prob_senior=config.prob_senior if config.enabled else 1.0,
-            max_gap_tokens=config.max_gap_tokens,
-            chunk_size=config.chunk_size,
-            boundary=frozenset(boundary),
-            schedule=config.author_schedule if config.enabled else "draw",
+        """`config.enabled=False` is the rule in which the senior writes everything.
+
+        `boundary`: `tandem.boundary_token_ids`, which need not show in the text, or else the strategy's own ids.
+        """
+        rule = cls.of(
+            config.selection_strategy if config.enabled else "word",
+            config.prob_senior if config.enabled else 1.0,
+            config.max_gap_tokens,
+            config.chunk_size,
+            boundary,
+            config.author_schedule if config.enabled else "draw",
+            config.boundary_classes,
         )
+        return rule if config.boundary_token_ids is None else replace(rule, mark=None)
 
     def author(self, akey: int, run: int) -> int:
         """Author of run `run` (0, 1, ...) for a sample whose `author_key` is `akey`."""
@@ -108,32 +138,7 @@ class HandoffRule:
 
     def ends_run(self, token: int, length: int) -> bool:
         """True when a run that now holds `length` tokens, the last being `token`, is over."""
-        match self.strategy:
-            case "word":
-                return token in self.boundary or length >= self.max_gap_tokens
-            case "sentence":
-                return token in self.boundary
-            case "chunk":
-                return length >= self.chunk_size
-            case "bernoulli" | "alternating":
-                return True
-
-    @property
-    def alternates(self) -> bool:
-        """Whether the authors take turns, senior first, instead of being drawn."""
-        return self.schedule == "alternate" or self.strategy in ("chunk", "alternating")
-
-    @property
-    def fixed_run_length(self) -> int | None:
-        """Tokens per run where the text does not decide, else None."""
-        if self.strategy == "chunk":
-            return self.chunk_size
-        return 1 if self.strategy in ("bernoulli", "alternating") else None
-
-    @property
-    def run_cap(self) -> int | None:
-        """The most tokens that one run can hold; None: no cap."""
-        return self.max_gap_tokens if self.strategy == "word" else self.fixed_run_length
+        return token in self.boundary or (self.cap is not None and length >= self.cap)
 
     def runs_until_change(self, akey: int, run: int, limit: int) -> int | None:
         """How many runs from `run` on share its author; None when more than `limit` do (nothing can change before)."""
@@ -170,3 +175,50 @@ class HandoffRule:
             if self.ends_run(token, length):
                 run, length, fallen = run + 1, 0, False
         return tuple(mask)
+
+
+@dataclass(slots=True)
+class OpenRun:
+    """The run that the next token of a response belongs to: its ordinal `run` and the `length` it has.
+
+    `fallen`: the senior writes it in the junior's place. `akey`: the sample's `author_key`.
+
+    >>> at = OpenRun(HandoffRule.of("word", 0.5, 2, 16, {1}), akey=0)
+    >>> for token in (5, 6, 1): at.advance(token)
+    >>> at.run, at.length
+    (2, 0)
+    """
+
+    rule: HandoffRule
+    akey: int
+    run: int = 0
+    length: int = 0
+    fallen: bool = False
+
+    @property
+    def author(self) -> int:
+        """Who writes the next token."""
+        return SENIOR if self.fallen else self.rule.author(self.akey, self.run)
+
+    def runs_until_change(self, limit: int) -> int | None:
+        """`HandoffRule.runs_until_change` from here; one run where the senior stands in for the junior."""
+        return 1 if self.fallen else self.rule.runs_until_change(self.akey, self.run, limit)
+
+    def advance(self, token: int) -> None:
+        """After a token of this run."""
+        self.length += 1
+        if self.rule.ends_run(token, self.length):
+            self._next()
+
+    def interrupt(self) -> None:
+        """After text that nobody sampled: what follows is a new run."""
+        if self.length:
+            self._next()
+        self.fallen = False
+
+    def copy(self) -> OpenRun:
+        """Another one at the same place."""
+        return replace(self)
+
+    def _next(self) -> None:
+        self.run, self.length, self.fallen = self.run + 1, 0, False

@@ -77,10 +77,10 @@ class JuniorText:
             if data is not None:
                 text.append((data, log_prob))
                 continue
-            twin = self._twin(token, self.junior, self.senior)
-            if not spell_text() or twin is None:
+            same = self._same_token(token, self.junior, self.senior)
+            if not spell_text() or same is None:
                 return Translation(tuple(out_ids), tuple(out_log_probs), complete=False)
-            out_ids.append(twin)
+            out_ids.append(same)
             out_log_probs.append(log_prob)
         complete = spell_text()
         return Translation(tuple(out_ids), tuple(out_log_probs), complete)
@@ -116,7 +116,7 @@ class JuniorText:
             spelt = (
                 self.junior.spell(self.senior.tokens.join(part))
                 if plain
-                else [self._twin(i, self.senior, self.junior) for i in part]
+                else [self._same_token(i, self.senior, self.junior) for i in part]
             )
             if spelt is None or None in spelt:
                 return None
@@ -124,7 +124,7 @@ class JuniorText:
         return out
 
     @staticmethod
-    def _twin(token: int, source: Speller, target: Speller) -> int | None:
+    def _same_token(token: int, source: Speller, target: Speller) -> int | None:
         if token in source.tokens.eos_ids:
             return target.end_of_turn
         return target.special_ids.get(source.special_names.get(token, ""))

@@ -88,17 +88,14 @@ class Runtime:
                 "the raw chat, a junior with another tokenizer has a template of its own",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
-        options = self.roster.writer_options(prompt, rule, None)
-        tokens = self.roster.student.tokens
+        options = self.roster.writer_options(prompt, rule, sampling)
         if sample.response_length:
-            writer = TandemWriter.resume(wire.response_of(sample), rule, sampling, tokens, **options)
+            writer = TandemWriter.resume(wire.response_of(sample), options)
         else:
             # slime numbers evaluation samples from 0, as it does training samples.
             key = SampleKey(self.roster.config.seed, rollout_ids.EVALUATION if evaluation else 0, sample.index)
             group = -1 if sample.group_index is None else sample.group_index
-            writer = TandemWriter(
-                key, group, prompt, self.prompt_ids(sample, prompt), rule, sampling, tokens, **options
-            )
+            writer = TandemWriter(key, group, prompt, self.prompt_ids(sample, prompt), options)
         engines = {
             author: Interruptible(engine if evaluation else self._shared(engine), self.aborted)
             for author, engine in self.engines.items()

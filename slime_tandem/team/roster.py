@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, Strategy, TandemConfig, TeacherSpec
+from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
@@ -21,10 +21,11 @@ from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.protocol import Engine
-from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids
+from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids, rule_of
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.junior_text import JuniorText
 from slime_tandem.rollout.writer import WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.team.environments import Environments
 from slime_tandem.team.own_code import check_extensions, own_teacher
 from slime_tandem.types import Message, Prompt
@@ -177,7 +178,7 @@ class Roster:
         elif tandem.enabled:
             self.spellers = (self.tokenizers["junior"].speller(), self.student.speller())
         self.boundaries = BoundaryRecord.resolve(tandem, self.student.tokens)
-        self.tandem_rule = HandoffRule.from_config(tandem, self.boundaries.ids)
+        self.tandem_rule = rule_of(tandem, self.boundaries.ids, self.student.tokens)
         self.solo_rule = HandoffRule.from_config(tandem.model_copy(update={"enabled": False}), self.boundaries.ids)
 
     def _read(self, role: Role, *, special: bool) -> None:
@@ -231,8 +232,9 @@ class Roster:
     def fused_tables(self) -> list[frozenset[int]]:
         """The run's own boundary ids, and those of the strategies: evaluation hands over by another one than training."""
         tokens, classes = self.student.tokens, self.config.tandem.boundary_classes
-        named: tuple[Strategy, ...] = ("word", "sentence")
-        sets = {boundary_ids(s, tokens.table, tokens.special, classes=classes) for s in named}
+        sets = {boundary_ids(s, tokens.table, tokens.special, classes=classes) for s in STRATEGIES}
+        named, field = self.config.eval.handoff_strategy, "eval.handoff_strategy"
+        sets.add(boundary_ids(named, tokens.table, tokens.special, classes=classes, field=field))
         return [ids for ids in {self.tandem_rule.boundary, *sets} if ids]
 
     def api_key(self) -> str | None:
@@ -252,15 +254,18 @@ class Roster:
             )
         return value
 
-    def writer_options(self, prompt: Prompt, rule: HandoffRule, tokens_per_request: int | None) -> WriterOptions:
-        """How a response to this prompt is written, beside the rule and the sampling."""
+    def writer_options(
+        self, prompt: Prompt, rule: HandoffRule, sampling: SamplingConfig, tokens_per_request: int | None = None
+    ) -> WriterOptions:
+        """How a response to this prompt is written."""
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
             junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
         return WriterOptions(
-            custom_boundary=t.boundary_token_ids is not None and rule.boundary == frozenset(t.boundary_token_ids),
-            boundary_classes=t.boundary_classes,
+            rule=rule,
+            sampling=sampling,
+            tokens=self.student.tokens,
             score_junior=t.junior_token_loss_weight > 0 and rule is self.tandem_rule,
             junior_text=junior_text,
             refuse_fallback=t.on_unexpressible == "error",

@@ -160,10 +160,8 @@ class Team:
         sampling: SamplingConfig,
         tokens_per_request: int | None,
     ) -> TandemWriter:
-        student, options = self.roster.student, self.roster.writer_options(prompt, rule, tokens_per_request)
-        return TandemWriter(
-            key, group, prompt, student.render(prompt.messages), rule, sampling, student.tokens, **options
-        )
+        options = self.roster.writer_options(prompt, rule, sampling, tokens_per_request)
+        return TandemWriter(key, group, prompt, self.roster.student.render(prompt.messages), options)
 
     async def _write(
         self, writers: Sequence[TandemWriter], on_finished: Callable[[int, TandemSample], None] | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -17,25 +17,26 @@ from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 TOLERANCE = 1e-4
 CAP, SAMPLES = 40, 8
 
 
-def writers(rig: Any, strategy: Strategy, temperature: float = 1.0, **options: Any) -> list[TandemWriter]:
+def writers(rig: Any, strategy: str, temperature: float = 1.0, **options: Any) -> list[TandemWriter]:
     tokenizer = ModelTokenizer.load(rig.folders["senior"])
     ids = boundary_ids(strategy, tokenizer.tokens.table, tokenizer.tokens.special)
     # Random models write few spaces; a gap of 4 makes words end by the cap too.
-    rule = HandoffRule(strategy, 0.5, 4, 3, ids)
+    rule = HandoffRule.of(strategy, 0.5, 4, 3, ids)
     made = []
     for i in range(SAMPLES):
         prompt = Prompt(f"p{i}", (Message("user", f"State {i} + {i} ="),), None, "test")
         made.append(
             TandemWriter(
-                SampleKey(3, 0, i), i, prompt, tokenizer.render(prompt.messages), rule,
-                SamplingConfig(max_new_tokens=CAP, temperature=temperature), tokenizer.tokens, **options,
+                SampleKey(3, 0, i), i, prompt, tokenizer.render(prompt.messages),
+                WriterOptions(rule, SamplingConfig(max_new_tokens=CAP, temperature=temperature), tokenizer.tokens, **options),
             )
         )  # fmt: skip
     return made
@@ -56,19 +57,19 @@ def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]
     return samples
 
 
-@pytest.mark.parametrize("strategy", get_args(Strategy))
-def test_lockstep_rollouts(rig: Any, strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", tuple(STRATEGIES))
+def test_lockstep_rollouts(rig: Any, strategy: str) -> None:
     temperature = 0.8 if strategy == "chunk" else 1.0
     score = strategy in ("word", "bernoulli")
     made = writers(rig, strategy, temperature, score_junior=score)
     samples = on_both(rig, lambda who: write_lockstep(made, who, senior_version="default"))
     assert {a for s in samples for a in s.authorship_mask} == {SENIOR, JUNIOR}
     for writer, s in zip(made, samples, strict=True):
-        assert s.authorship_mask == writer.rule.authorship(s.key, s.response_ids)
+        assert s.authorship_mask == writer.options.rule.authorship(s.key, s.response_ids)
         assert [run.start for run in s.runs] == [0, *(run.stop for run in s.runs[:-1])]
         assert s.runs[-1].stop == len(s.response_ids) == len(s.log_probs)
         assert {run.weight_version for run in s.runs} == {"default"}
-        assert s.finish_reason == ("stop" if s.response_ids[-1] in writer.tokens.eos_ids else "length")
+        assert s.finish_reason == ("stop" if s.response_ids[-1] in writer.options.tokens.eos_ids else "length")
         assert s.finish_reason == "stop" or len(s.response_ids) == CAP
         # Every token's log-prob is its author's, given the whole text before it.
         ids, n = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)

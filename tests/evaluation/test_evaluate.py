@@ -259,7 +259,7 @@ def test_handoff_chains_alternate_and_start_with_the_senior(trio, team: Team, tm
 def test_the_rule_of_an_evaluation_is_its_own(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     tokens = ModelTokenizer.load(trio.senior).tokens
     rule = evaluation_rule(config(trio, tmp_path), tokens)
-    assert (rule.strategy, rule.schedule) == ("sentence", "alternate")
+    assert (rule.strategy, rule.alternates) == ("sentence", True)
     ids = ["tandem.boundary_token_ids=[5, 6]"]
     assert evaluation_rule(config(trio, tmp_path, *ids), tokens).boundary == frozenset(), "these are ids of word"
     assert evaluation_rule(config(trio, tmp_path, *ids, "eval.handoff_strategy=word"), tokens).boundary == {5, 6}

@@ -10,13 +10,14 @@ from typing import get_args
 import pytest
 
 from slime_tandem import cli
-from slime_tandem.config import RunConfig, Selector, Strategy
+from slime_tandem.config import RunConfig, Selector
 from slime_tandem.errors import ConfigError, RunDirError
 from slime_tandem.local import run as run_module
 from slime_tandem.local.suite import Suite, parse_methods, parse_seeds, run_suite
 from slime_tandem.report.comparison import read_mapping
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter
+from slime_tandem.strategies import STRATEGIES
 
 REPO = Path(__file__).parents[2]
 METHODS = "pure_opd:1.0:10 teachability:0.10:20 tip:0.10:30"
@@ -74,7 +75,7 @@ def test_a_half_done_suite_goes_on_where_it_stopped(tmp_path: Path, trained: lis
 def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
     names = [n for n in get_args(Selector) if n != "full"]
     entries = [f"{n}:0.1:{i}" for i, n in enumerate(names)] + ["full:1:100", "solo_grpo:1:101"]
-    entries += [f"tandem_{s}:0.5:{200 + i}" for i, s in enumerate(get_args(Strategy))]
+    entries += [f"tandem_{s}:0.5:{200 + i}" for i, s in enumerate(STRATEGIES)]
     configs = {m.name: c for m, _, c in suite(tmp_path, " ".join(entries), "7").runs()}
     assert configs["q3_lowc"].opd.selection.mask == "q3_lowc"
     assert (configs["entropy"].seed, configs["entropy"].objective.reward_coef) == (7, 0.0)

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
+from slime_tandem.config import BoundaryClass, TandemConfig
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.rollout.boundaries import (
-    PUNCTUATION,
     BoundaryRecord,
     boundary_ids,
     resolve_boundaries,
     stop_regex,
 )
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.strategies import PUNCTUATION
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 
 TABLE = [b"a", b" b", b" ", b"\n", b"\n\n", b".\n\n", b"\n\nx", b"\n\n ", b"c d", b"", None, b" \n\n", b"\t"]
@@ -155,7 +156,7 @@ EVERY = ("space", "newline", "punctuation")
     [("word", ("space",), " a"), ("word", EVERY, ".a"), ("word", EVERY, "\na"), ("sentence", ("space",), "\n\nab")],
 )
 def test_a_text_one_boundary_short_is_refused_in_linear_time(
-    strategy: Strategy, classes: tuple[BoundaryClass, ...], word: str
+    strategy: str, classes: tuple[BoundaryClass, ...], word: str
 ) -> None:
     """200,000 boundaries: a pattern that is tried again at each of them would take 2e10 steps, hours instead of moments."""
     pattern = stop_regex(strategy, 200_000, classes=classes)
@@ -185,6 +186,7 @@ def test_the_record_says_what_was_resolved_and_how(
     assert (record.source, record.classes, record.ids) == (source, classes, ids)
     assert (record.strategy, record.vocab_size) == (config.selection_strategy, 13)
     assert record.fingerprint == TOKENS.fingerprint
+    assert record.rule == HandoffRule.from_config(config, ids)
     text = record.to_json()
     assert BoundaryRecord.from_json(text) == record
     assert json.loads(text)["count"] == len(ids)
@@ -192,12 +194,12 @@ def test_the_record_says_what_was_resolved_and_how(
 
 @given(ids=st.frozensets(st.integers(0, 40)))
 def test_any_record_comes_back(ids: frozenset[int]) -> None:
-    record = BoundaryRecord("word", (), "config", 41, "0" * 64, ids)
+    record = BoundaryRecord("word", (), "config", 41, "0" * 64, ids, 0.5, 32, False)
     assert BoundaryRecord.from_json(record.to_json()) == record
 
 
 def test_stretches_are_written_short() -> None:
-    record = BoundaryRecord("word", (), "config", 99, "0" * 64, frozenset({1, 2, 5, 6, 7, 8, 30}))
+    record = BoundaryRecord("word", (), "config", 99, "0" * 64, frozenset({1, 2, 5, 6, 7, 8, 30}), 0.5, 32, False)
     assert json.loads(record.to_json())["ids"] == [1, 2, [5, 8], 30]
 
 
@@ -206,7 +208,8 @@ def test_stretches_are_written_short() -> None:
     [
         {"ids": [1, 2, 3]}, {"ids": [2, 1]}, {"ids": [[1, 2, 3]], "count": 3}, {"ids": [1, 99]}, {"ids": ["1", 2]},
         {"ids": 7}, {"ids": [[1]]}, {"count": 3}, {"strategy": "words"}, {"classes": ["tab"]}, {"source": "guess"},
-        {"fingerprint": "ab"}, {"vocab_size": 2}, {"vocab_size": None},
+        {"fingerprint": "ab"}, {"vocab_size": 2}, {"vocab_size": None}, {"cap": 0}, {"cap": True}, {"prob_senior": 1.5},
+        {"prob_senior": None}, {"alternates": 1},
     ],
 )  # fmt: skip
 def test_an_altered_record_is_refused(change: dict[str, object]) -> None:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import SamplingConfig
 from slime_tandem.errors import EngineError
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
@@ -21,7 +21,8 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.junior_text import JuniorText
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey
@@ -93,7 +94,9 @@ class Scripted:
         assert r.conversation is not None
         so_far = self.writers[r.conversation]
         assert r.input_ids[: len(self.prompt)] == self.prompt
-        assert self.speller.tokens.join(r.input_ids[len(self.prompt) :]) == so_far.tokens.join(so_far.response_ids)
+        assert self.speller.tokens.join(r.input_ids[len(self.prompt) :]) == so_far.options.tokens.join(
+            so_far.response_ids
+        )
         out: list[int] = []
         while len(out) < r.max_new_tokens:
             out.append(self.ids[draw(self.role, r.sampling_seed, r.input_ids, out) % len(self.ids)])
@@ -111,12 +114,12 @@ class Scripted:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    strategy=st.sampled_from(get_args(Strategy)), prob=st.sampled_from([0.0, 0.3, 0.7]), seed=st.integers(0, 2**40),
+    strategy=st.sampled_from(tuple(STRATEGIES)), prob=st.sampled_from([0.0, 0.3, 0.7]), seed=st.integers(0, 2**40),
     gap=st.integers(1, 6), cap=st.integers(1, 30), late=st.booleans(), score=st.booleans(),
 )  # fmt: skip
 def test_the_loop_keeps_both_views_of_one_text(
     pair: tuple[Speller, Speller],
-    strategy: Strategy,
+    strategy: str,
     prob: float,
     seed: int,
     gap: int,
@@ -126,7 +129,7 @@ def test_the_loop_keeps_both_views_of_one_text(
 ) -> None:
     junior, senior = pair
     boundary = boundary_ids(strategy, senior.tokens.table, senior.tokens.special)
-    rule = HandoffRule(strategy, prob, gap, 3, boundary)
+    rule = HandoffRule.of(strategy, prob, gap, 3, boundary)
     everything = range(len(junior.tokens.table))
     pick = [i for i in everything if draw(seed, i) % 3 == 0 or i in junior.tokens.eos_ids]
     who = {
@@ -134,14 +137,15 @@ def test_the_loop_keeps_both_views_of_one_text(
         JUNIOR: Scripted(JUNIOR, junior, (7,), pick, late),
     }
     writer = TandemWriter(
-        SampleKey(seed, 0, 0), 0, PROMPT, (5, 6), rule, SamplingConfig(max_new_tokens=cap), senior.tokens,
-        junior_text=JuniorText(junior, senior, (7,)), score_junior=score,
+        SampleKey(seed, 0, 0), 0, PROMPT, (5, 6),
+        WriterOptions(rule, SamplingConfig(max_new_tokens=cap), senior.tokens,
+            junior_text=JuniorText(junior, senior, (7,)), score_junior=score),
     )  # fmt: skip
     for engine in who.values():
         engine.writers[f"{seed}-0-0"] = writer
     sample = asyncio.run(write_one(writer, who))  # type: ignore[arg-type]
     assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
-    assert sample.fallback_starts == (), "two byte-level vocabularies can always tell each other what was written"
+    assert sample.fallback_starts == (), "two byte-level vocabularies can spell all that the other writes"
     assert len(sample.response_ids) <= cap
     ended = sample.response_ids[-1] in senior.tokens.eos_ids
     assert sample.finish_reason == ("stop" if ended else "length")
@@ -155,7 +159,7 @@ NARROW = TokenBytes((None, b"a", b" b"), frozenset({0}), frozenset({0}))
 WIDE = TokenBytes((b"a", b" b", b"z", None, None), frozenset({3, 4}), frozenset({3}))
 
 
-ALTERNATING = HandoffRule("alternating", 0.5, 4, 2, frozenset())
+ALTERNATING = HandoffRule.of("alternating", 0.5, 4, 2, frozenset())
 
 
 def narrow_writer(
@@ -164,8 +168,9 @@ def narrow_writer(
     senior = Speller(NARROW, lambda t: [1 if c == "a" else 2 for c in t.replace(" b", "b") if c in "ab"], 0)
     junior = Speller(WIDE, lambda t: ["ab".index(c) for c in t.replace(" b", "b")], 3, {"<tool>": 4})
     writer = TandemWriter(
-        SampleKey(seed, 0, 0), 3, PROMPT, (1,), rule, SamplingConfig(max_new_tokens=12), NARROW,
-        junior_text=JuniorText(junior, senior, (0,)), refuse_fallback=refuse,
+        SampleKey(seed, 0, 0), 3, PROMPT, (1,),
+        WriterOptions(rule, SamplingConfig(max_new_tokens=12), NARROW,
+            junior_text=JuniorText(junior, senior, (0,)), refuse_fallback=refuse),
     )  # fmt: skip
     who = {
         SENIOR: Scripted(SENIOR, senior, (1,), (1,), False),
@@ -183,14 +188,14 @@ def test_a_span_without_an_exact_form_falls_back_to_the_senior_and_is_counted(un
     assert sample.response_ids == (1,) * 12
     assert sample.authorship_mask == (1,) * 12
     assert sample.fallback_starts == (1, 3, 5, 7, 9, 11), "the first token of every junior run"
-    assert writer.rule.authorship(sample.key, sample.response_ids) == (1, 0) * 6
-    again = writer.rule.authorship(sample.key, sample.response_ids, fallback_starts=sample.fallback_starts)
+    assert writer.options.rule.authorship(sample.key, sample.response_ids) == (1, 0) * 6
+    again = writer.options.rule.authorship(sample.key, sample.response_ids, fallback_starts=sample.fallback_starts)
     assert again == sample.authorship_mask
 
 
 def test_a_run_that_the_junior_began_is_finished_by_the_senior() -> None:
-    """The junior writes "a" or the special token that the senior has no twin of, three tokens a run."""
-    rule = HandoffRule("chunk", 0.5, 4, 3, frozenset())
+    """The junior writes "a" or a special token that the senior does not have, three tokens a run."""
+    rule = HandoffRule.of("chunk", 0.5, 4, 3, frozenset())
     shared = 0
     for seed in range(20):
         writer, who = narrow_writer(False, (0, 4), rule, seed)
@@ -212,10 +217,7 @@ def test_a_run_that_the_junior_began_is_finished_by_the_senior() -> None:
             )  # fmt: skip
             again = TandemWriter.resume(
                 begun,
-                rule,
-                writer.sampling,
-                NARROW,
-                junior_text=JuniorText(who[JUNIOR].speller, who[SENIOR].speller, (0,)),
+                replace(writer.options, junior_text=JuniorText(who[JUNIOR].speller, who[SENIOR].speller, (0,))),
             )
             for engine in who.values():
                 engine.writers[f"{seed}-0-0"] = again
@@ -283,7 +285,7 @@ class Aborting(Scripted):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    strategy=st.sampled_from(get_args(Strategy)), prob=st.sampled_from([0.0, 0.3, 0.7]), seed=st.integers(0, 2**40),
+    strategy=st.sampled_from(tuple(STRATEGIES)), prob=st.sampled_from([0.0, 0.3, 0.7]), seed=st.integers(0, 2**40),
     gap=st.integers(1, 6), cap=st.integers(1, 40), late=st.booleans(), score=st.booleans(),
     cuts=st.lists(st.integers(0, 8), max_size=4), most=st.none() | st.integers(1, 4),
     stop=st.sampled_from([(), ("ab",), ("b b", "aa b")]),
@@ -292,17 +294,21 @@ class Aborting(Scripted):
     strategy="word", prob=0.0, seed=83, gap=1, cap=11, late=False, score=True, cuts=[6], most=None, stop=(),
 )  # fmt: skip
 def test_a_junior_that_cannot_say_everything_through_turns_stops_and_resumes(
-    strategy: Strategy, prob: float, seed: int, gap: int, cap: int, late: bool, score: bool, cuts: list[int],
+    strategy: str, prob: float, seed: int, gap: int, cap: int, late: bool, score: bool, cuts: list[int],
     most: int | None, stop: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Juniors and seniors each with text and special tokens that the other has no form for, two turns, aborts anywhere."""
     senior = Speller(NARROW_PLUS, lambda t: spelt_by(NARROW_PLUS, t), 0)
     junior = Speller(WIDE, lambda t: spelt_by(WIDE, t), 3, {"<tool>": 4})
-    rule = HandoffRule(strategy, prob, gap, 3, boundary_ids(strategy, NARROW_PLUS.table, NARROW_PLUS.special))
+    rule = HandoffRule.of(strategy, prob, gap, 3, boundary_ids(strategy, NARROW_PLUS.table, NARROW_PLUS.special))
     key, sampling = SampleKey(seed, 0, 0), SamplingConfig(max_new_tokens=cap, stop=stop)
     options = {"score_junior": score, "tokens_per_request": most}
     writer = TandemWriter(
-        key, 0, PROMPT, (1,), rule, sampling, NARROW_PLUS, junior_text=JuniorText(junior, senior, (0,)), **options
+        key,
+        0,
+        PROMPT,
+        (1,),
+        WriterOptions(rule, sampling, NARROW_PLUS, junior_text=JuniorText(junior, senior, (0,)), **options),
     )
     pick = [i for i in range(5) if draw(seed, i) % 4]
     turns = 0
@@ -330,7 +336,7 @@ def test_a_junior_that_cannot_say_everything_through_turns_stops_and_resumes(
         if sample.finish_reason != "abort":
             break
         text = JuniorText(junior, senior, (0,))
-        writer = TandemWriter.resume(sample, rule, sampling, NARROW_PLUS, junior_text=text, **options)
+        writer = TandemWriter.resume(sample, WriterOptions(rule, sampling, NARROW_PLUS, junior_text=text, **options))
     assert sample.finish_reason in ("stop", "length")
     if score:
         assert len(sample.senior_log_probs) == len(sample.response_ids)

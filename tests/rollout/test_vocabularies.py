@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vocabularies import FETCH, FILES, Vocabulary, load
 
-from slime_tandem.config import BoundaryClass, Strategy, TandemConfig
+from slime_tandem.config import BoundaryClass, TandemConfig
 from slime_tandem.errors import ConfigError
-from slime_tandem.rollout.boundaries import PUNCTUATION, BoundaryRecord, boundary_ids, resolve_boundaries, stop_regex
+from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids, resolve_boundaries, stop_regex
 from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.junior_text import JuniorText
+from slime_tandem.strategies import PUNCTUATION, STRATEGIES
 from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import encode_exact
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
-STRATEGIES = get_args(Strategy)
 CLASSES: list[tuple[BoundaryClass, ...]] = [
     names for n in (1, 2, 3) for names in itertools.combinations(get_args(BoundaryClass), n)
 ]
@@ -31,7 +31,7 @@ keys = st.builds(SampleKey, st.integers(0, 2**63 - 1), st.integers(0, 10**6), st
 
 
 @cache
-def table_of(name: str, strategy: Strategy, classes: tuple[BoundaryClass, ...]) -> frozenset[int]:
+def table_of(name: str, strategy: str, classes: tuple[BoundaryClass, ...]) -> frozenset[int]:
     tokens = load(name).tokens
     return boundary_ids(strategy, tokens.table, tokens.special, classes=classes)
 
@@ -175,13 +175,13 @@ def test_sentence_is_refused_where_no_token_holds_a_blank_line() -> None:
 
 
 def rule_for(
-    vocabulary: Vocabulary, strategy: Strategy, classes: tuple[BoundaryClass, ...], prob: float, gap: int, chunk: int
+    vocabulary: Vocabulary, strategy: str, classes: tuple[BoundaryClass, ...], prob: float, gap: int, chunk: int
 ) -> HandoffRule:
-    return HandoffRule(strategy, prob, gap, chunk, table_of(vocabulary.name, strategy, classes))
+    return HandoffRule.of(strategy, prob, gap, chunk, table_of(vocabulary.name, strategy, classes))
 
 
 def run_lengths(
-    pieces: list[bytes], strategy: Strategy, classes: tuple[BoundaryClass, ...], gap: int, chunk: int
+    pieces: list[bytes], strategy: str, classes: tuple[BoundaryClass, ...], gap: int, chunk: int
 ) -> list[int]:
     """Where runs end, read off the bytes alone, by the words of the documentation."""
     lengths, n = [], 0
@@ -223,7 +223,7 @@ def in_requests(rule: HandoffRule, key: SampleKey, ids: list[int], cuts: list[in
 def test_authorship_follows_the_byte_rule_however_the_response_is_cut(
     vocabulary: Vocabulary,
     hard_ids: HardIds,
-    strategy: Strategy,
+    strategy: str,
     data: st.DataObject,
     key: SampleKey,
     prob: float,
@@ -245,7 +245,7 @@ def test_authorship_follows_the_byte_rule_however_the_response_is_cut(
 @pytest.mark.parametrize("strategy", ["word", "bernoulli", "sentence"])
 @pytest.mark.parametrize(("prob", "author"), [(0.0, JUNIOR), (1.0, SENIOR)])
 def test_at_probability_0_or_1_one_author_writes_all(
-    vocabulary: Vocabulary, strategy: Strategy, prob: float, author: int
+    vocabulary: Vocabulary, strategy: str, prob: float, author: int
 ) -> None:
     rule = rule_for(vocabulary, strategy, ("space",), prob, 4, 4)
     ids = vocabulary.encode("Some words here.\n\nAnd 你好 more, on two lines\n") * 20
@@ -276,7 +276,7 @@ def shown(vocabulary: Vocabulary, ids: list[int]) -> str:
 @given(data=st.data(), runs=st.integers(1, 5))
 @pytest.mark.parametrize("strategy", ["word", "sentence"])
 def test_the_pattern_never_lets_a_server_write_past_the_last_boundary(
-    vocabulary: Vocabulary, hard_ids: HardIds, strategy: Strategy, data: st.DataObject, runs: int
+    vocabulary: Vocabulary, hard_ids: HardIds, strategy: str, data: st.DataObject, runs: int
 ) -> None:
     classes = data.draw(st.sampled_from(CLASSES))
     ids = data.draw(hard_ids(vocabulary))

@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import SamplingConfig
 from slime_tandem.errors import (
     DataError,
     EngineError,
@@ -26,7 +25,8 @@ from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Prompt, SampleKey, TandemSample
 
@@ -119,26 +119,23 @@ def engines(**kwargs: object) -> dict[int, ScriptedEngine]:
 
 
 def make_rule(
-    strategy: Strategy, prob: float = 0.5, gap: int = 32, chunk: int = 4, boundary: frozenset[int] | None = None
+    strategy: str, prob: float = 0.5, gap: int = 32, chunk: int = 4, boundary: frozenset[int] | None = None
 ) -> HandoffRule:
     ids = boundary_ids(strategy, TABLE, SPECIAL) if boundary is None else boundary
-    return HandoffRule(strategy, prob, gap, chunk, ids)
+    return HandoffRule.of(strategy, prob, gap, chunk, ids)
 
 
 def writer(
     key: SampleKey, rule: HandoffRule, cap: int = 24, custom: bool = False, stop: tuple[str, ...] = (), **kwargs: object
 ) -> TandemWriter:
     sampling = SamplingConfig(max_new_tokens=cap, stop=stop)
+    rule = dataclasses.replace(rule, mark=None) if custom else rule
     return TandemWriter(
         key,
         4,
         PROMPT,
         PROMPT_IDS,
-        rule,
-        sampling,
-        TOKENS,
-        custom_boundary=custom,
-        **kwargs,  # type: ignore[arg-type]
+        WriterOptions(rule, sampling, TOKENS, **kwargs),  # type: ignore[arg-type]
     )
 
 
@@ -172,7 +169,7 @@ def lockstep(
 
 
 scenarios = {
-    "strategy": st.sampled_from(get_args(Strategy)),
+    "strategy": st.sampled_from(tuple(STRATEGIES)),
     "prob": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),
     "gap": st.integers(1, 9),
     "chunk": st.integers(1, 5),
@@ -186,7 +183,7 @@ scenarios = {
 @settings(max_examples=300, deadline=None)
 @given(**scenarios)
 def test_the_response_is_the_prescribed_one_whatever_the_engines_do(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool
 ) -> None:
     boundary = frozenset({2, 5, 11}) if custom else None  # ids of a user's own, a special one among them
     rule = make_rule(strategy, prob, gap, chunk, boundary)
@@ -218,7 +215,7 @@ def test_the_response_is_the_prescribed_one_whatever_the_engines_do(
 @settings(max_examples=60, deadline=None)
 @given(**scenarios, n=st.integers(1, 5))
 def test_lockstep_writes_what_single_tasks_write(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, n: int
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, n: int
 ) -> None:
     rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
     keys = [SampleKey(seed, 0, i) for i in range(n)]
@@ -244,8 +241,8 @@ CLEAN = {
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(get_args(Strategy)), st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 2**32))
-def test_one_request_per_chain_of_runs_and_nothing_discarded(strategy: Strategy, prob: float, seed: int) -> None:
+@given(st.sampled_from(tuple(STRATEGIES)), st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 2**32))
+def test_one_request_per_chain_of_runs_and_nothing_discarded(strategy: str, prob: float, seed: int) -> None:
     cap = 40
     rule = make_rule(strategy, prob, gap=cap)
     sample = one(writer(SampleKey(seed, 0, 0), rule, cap), engines(vocab=CLEAN[strategy]))
@@ -261,7 +258,7 @@ def test_tokens_past_a_handoff_are_counted() -> None:
         assert request.max_new_tokens == kept
         w.accept(GenerateResult(request.rid, (9,) * 12, (-0.5,) * 12, "length", "v"))
         assert (len(w.response_ids), w.done) == (kept, False)
-        assert w._discarded == 12 - kept
+        assert w.transcript.discarded == 12 - kept
 
 
 def test_a_short_answer_is_continued_by_what_is_missing() -> None:
@@ -276,9 +273,7 @@ def test_a_short_answer_is_continued_by_what_is_missing() -> None:
 @pytest.mark.parametrize(("prob", "author"), [(1.0, SENIOR), (0.0, JUNIOR)])
 @pytest.mark.parametrize("strategy", ["word", "sentence", "bernoulli"])
 @pytest.mark.parametrize("custom", [False, True])
-def test_a_single_author_needs_a_single_plain_request(
-    prob: float, author: int, strategy: Strategy, custom: bool
-) -> None:
+def test_a_single_author_needs_a_single_plain_request(prob: float, author: int, strategy: str, custom: bool) -> None:
     who = engines(vocab=tuple(i for i in range(len(TABLE)) if i not in EOS))
     sample = one(writer(SampleKey(3, 0, 0), make_rule(strategy, prob, gap=2), 40, custom), who)
     assert set(sample.authorship_mask) == {author}
@@ -297,7 +292,7 @@ def test_a_custom_boundary_stops_on_ids_not_on_text() -> None:
 
 def test_sampling_settings_reach_the_engine() -> None:
     sampling = SamplingConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=5)
-    w = TandemWriter(SampleKey(0, 0, 0), 0, PROMPT, (1,), make_rule("word", 1.0), sampling, TOKENS)
+    w = TandemWriter(SampleKey(0, 0, 0), 0, PROMPT, (1,), WriterOptions(make_rule("word", 1.0), sampling, TOKENS))
     _, r = w.next_request()
     assert (r.temperature, r.top_p, r.top_k, r.max_new_tokens, r.return_logprob) == (0.6, 0.9, 20, 5, True)
 
@@ -446,7 +441,7 @@ def test_the_writer_guards_its_protocol() -> None:
 @settings(max_examples=200, deadline=None)
 @given(**scenarios, stop=st.lists(st.sampled_from(["a b", "b a", " ", "x", "xx a", "\n\n"]), min_size=1, max_size=2))
 def test_a_stop_string_ends_the_response_whoever_writes_it(
-    strategy: Strategy,
+    strategy: str,
     prob: float,
     gap: int,
     chunk: int,
@@ -495,7 +490,7 @@ class AbortAfter(ScriptedEngine):
 @settings(max_examples=200, deadline=None)
 @given(**scenarios, after=st.integers(0, 6), keep=st.integers(0, 1), score=st.booleans())
 def test_an_aborted_sample_resumes_as_if_nothing_had_happened(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
     after: int, keep: int, score: bool,
 ) -> None:  # fmt: skip
     rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
@@ -508,9 +503,7 @@ def test_an_aborted_sample_resumes_as_if_nothing_had_happened(
     if sample.finish_reason == "abort":
         assert sample.senior_log_probs == ()
         assert whole.response_ids[: len(sample.response_ids)] == sample.response_ids
-        again = TandemWriter.resume(
-            sample, rule, SamplingConfig(max_new_tokens=cap), TOKENS, custom_boundary=custom, score_junior=score
-        )
+        again = TandemWriter.resume(sample, writer(key, rule, cap, custom, score_junior=score).options)
         sample = one(again, engines(manners=manners))
         assert len({run.start for run in sample.runs}) == len(sample.runs)
         assert [run.start for run in sample.runs] == [0, *(run.stop for run in sample.runs[:-1])]
@@ -522,17 +515,19 @@ def test_only_an_aborted_sample_of_the_same_settings_is_resumed() -> None:
     sampling = SamplingConfig(max_new_tokens=24)
     whole = one(writer(SampleKey(0, 0, 0), make_rule("alternating")), engines(vocab=(2, 9)))
     with pytest.raises(DataError, match=r"finish_reason.*'length': expected abort"):
-        TandemWriter.resume(whole, make_rule("alternating"), sampling, TOKENS)
+        TandemWriter.resume(whole, WriterOptions(make_rule("alternating"), sampling, TOKENS))
     aborted = dataclasses.replace(whole, finish_reason="abort")
     with pytest.raises(DataError, match=r"authorship_mask.*at token 1.*what the rule prescribes"):
-        TandemWriter.resume(aborted, make_rule("chunk"), sampling, TOKENS)
-    assert TandemWriter.resume(aborted, make_rule("alternating"), sampling, TOKENS).done, "the cap counts what is there"
+        TandemWriter.resume(aborted, WriterOptions(make_rule("chunk"), sampling, TOKENS))
+    assert TandemWriter.resume(aborted, WriterOptions(make_rule("alternating"), sampling, TOKENS)).done, (
+        "the cap counts what is there"
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(**scenarios)
 def test_the_senior_scores_what_the_junior_wrote(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool
 ) -> None:
     rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
     who = engines(manners=manners)
@@ -565,7 +560,7 @@ def test_scores_that_are_missing_or_of_other_tokens_are_an_error() -> None:
 @settings(max_examples=100, deadline=None)
 @given(**scenarios, n=st.integers(1, 6))
 def test_asking_for_less_at_once_changes_nothing(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, n: int
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, n: int
 ) -> None:
     rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)
     who = engines(manners=manners)
@@ -588,7 +583,7 @@ TOOL = (9, 4, 2)
 @settings(max_examples=100, deadline=None)
 @given(**scenarios, turns=st.integers(1, 4), score=st.booleans())
 def test_tool_text_between_turns_is_nobodys(
-    strategy: Strategy, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool,
     turns: int, score: bool,
 ) -> None:  # fmt: skip
     rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5}) if custom else None)

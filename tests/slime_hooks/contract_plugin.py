@@ -33,7 +33,7 @@ rule = HandoffRule.from_config(config.tandem, frozenset())
 student = SimpleNamespace(tokens=tokens, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1]), end_of_turn=0)
 roster = SimpleNamespace(
     config=config, tandem_rule=rule, solo_rule=rule, spellers=None, student=student, environments=None,
-    writer_options=lambda prompt, rule, tokens: WriterOptions(),
+    writer_options=lambda prompt, rule, sampling: WriterOptions(rule, sampling, tokens),
 )  # fmt: skip
 settings.use(settings.ANY, config)
 runtime.use(runtime.Runtime(roster, {SENIOR: FromMemory(), JUNIOR: FromMemory()}, None, lambda: False))  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def roster(*overrides: str) -> Any:
     )
     return SimpleNamespace(
         config=config, tandem_rule=rule, solo_rule=solo, spellers=None, student=student, environments=None,
-        writer_options=lambda prompt, rule, tokens: WriterOptions(),
+        writer_options=lambda prompt, rule, sampling: WriterOptions(rule, sampling, TOKENS),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.drive import NextTurn, write_lockstep
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.team.environments import ENVIRONMENTS, Environments, calculator
 from slime_tandem.team.rollouts import successful
 from slime_tandem.team.roster import Roster
@@ -52,8 +52,8 @@ def written(student: ModelTokenizer, text: str, *, end: bool = True, prompt: Pro
 
 def begun(student: ModelTokenizer, prompt: Prompt, stop: tuple[str, ...] = ()) -> TandemWriter:
     sampling = SamplingConfig(max_new_tokens=100, stop=stop)
-    rule = HandoffRule("word", 1.0, 99, 16, frozenset())
-    return TandemWriter(SampleKey(0, 0, 0), 0, prompt, (1,), rule, sampling, student.tokens)
+    rule = HandoffRule.of("word", 1.0, 99, 16, frozenset())
+    return TandemWriter(SampleKey(0, 0, 0), 0, prompt, (1,), WriterOptions(rule, sampling, student.tokens))
 
 
 def turn(writer: TandemWriter, student: ModelTokenizer, text: str, *, end: bool = True) -> None:

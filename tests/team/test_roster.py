@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_tandem.config import RunConfig
+from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.team.roster import Roster, members_of
 from slime_tandem.types import Message, Prompt
@@ -49,10 +49,10 @@ def test_a_roster_reads_all_and_starts_nothing(trio: Any) -> None:
 
 def test_a_response_by_the_senior_alone_has_no_options_of_a_tandem(trio: Any) -> None:
     roster = Roster(config(trio, tandem={"junior_token_loss_weight": 0.5}))
-    together = roster.writer_options(PROMPT, roster.tandem_rule, 4)
-    alone = roster.writer_options(PROMPT, roster.solo_rule, None)
-    assert (together["score_junior"], together["tokens_per_request"]) == (True, 4)
-    assert (alone["score_junior"], alone["fused"], alone["junior_text"]) == (False, False, None)
+    together = roster.writer_options(PROMPT, roster.tandem_rule, SamplingConfig(), 4)
+    alone = roster.writer_options(PROMPT, roster.solo_rule, SamplingConfig())
+    assert (together.score_junior, together.tokens_per_request) == (True, 4)
+    assert (alone.score_junior, alone.fused, alone.junior_text) == (False, False, None)
 
 
 def test_who_takes_part_follows_from_the_settings() -> None:

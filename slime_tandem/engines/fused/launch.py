@@ -87,12 +87,14 @@ def shared_tables(senior: Path, junior: Path, *, trust_remote_code: bool = False
     """
     from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer  # transformers
     from slime_tandem.rollout.boundaries import boundary_ids
+    from slime_tandem.strategies import STRATEGIES
 
     first, second = (ModelTokenizer.load(folder, trust_remote_code=trust_remote_code) for folder in (senior, junior))
     for tokenizer in (first, second):
         require_rows(tokenizer)
     require_same_tokenizer(first, second)
-    return [boundary_ids(s, first.tokens.table, first.tokens.special) for s in ("word", "sentence")]
+    named = [name for name, strategy in STRATEGIES.items() if strategy.by_text]
+    return [boundary_ids(name, first.tokens.table, first.tokens.special) for name in named]
 
 
 def write_tables(path: Path, tables: Collection[frozenset[int]], vocab_size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,14 +13,15 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.config import RunConfig, SamplingConfig, Strategy
+from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineRejectedError
 from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey, TandemSample
 
@@ -138,7 +139,9 @@ class FusedScript:
 
 def make_writer(rule: HandoffRule, i: int = 0, cap: int = 30, **kwargs: Any) -> TandemWriter:
     sampling = SamplingConfig(max_new_tokens=cap, **kwargs)
-    return TandemWriter(SampleKey(4, 1, i), 0, Prompt("p", (), None, "t"), (2, 3), rule, sampling, TOKENS, fused=True)
+    return TandemWriter(
+        SampleKey(4, 1, i), 0, Prompt("p", (), None, "t"), (2, 3), WriterOptions(rule, sampling, TOKENS, fused=True)
+    )
 
 
 def one(writer: TandemWriter, engine: FusedScript) -> TandemSample:
@@ -146,8 +149,8 @@ def one(writer: TandemWriter, engine: FusedScript) -> TandemSample:
 
 
 rules = st.builds(
-    HandoffRule,
-    st.sampled_from(get_args(Strategy)),
+    HandoffRule.of,
+    st.sampled_from(tuple(STRATEGIES)),
     prob_senior=st.sampled_from([0.0, 0.3, 1.0]),
     max_gap_tokens=st.integers(1, 7),
     chunk_size=st.integers(1, 4),
@@ -172,7 +175,7 @@ def test_an_aborted_response_resumes_to_the_same_authors(rule: HandoffRule, i: i
     whole = one(make_writer(rule, i), FusedScript())
     part = one(make_writer(rule, i), FusedScript(cut=True))
     while part.finish_reason == "abort":
-        writer = TandemWriter.resume(part, rule, SamplingConfig(max_new_tokens=30), TOKENS, fused=True)
+        writer = TandemWriter.resume(part, WriterOptions(rule, SamplingConfig(max_new_tokens=30), TOKENS, fused=True))
         part = one(writer, FusedScript(cut=True))
     assert part.response_ids == whole.response_ids
     assert part.authorship_mask == whole.authorship_mask
@@ -180,19 +183,19 @@ def test_an_aborted_response_resumes_to_the_same_authors(rule: HandoffRule, i: i
 
 
 def test_a_run_that_fell_back_to_the_senior_is_not_resumed_on_a_fused_engine() -> None:
-    rule, key = HandoffRule("chunk", 0.5, 32, 2, frozenset()), SampleKey(4, 1, 0)
+    rule, key = HandoffRule.of("chunk", 0.5, 32, 2, frozenset()), SampleKey(4, 1, 0)
     begun = TandemSample(
         key=key, group_id=0, prompt=Prompt("p", (), None, "t"), prompt_ids=(2, 3), response_ids=(2, 2, 2),
         authorship_mask=(1, 1, 1), log_probs=(-1.0,) * 3, finish_reason="abort", text="aaa",
         runs=(AuthorRun(SENIOR, 0, 3, "v1"),), fallback_starts=(2,),
     )  # fmt: skip
-    assert TandemWriter.resume(begun, rule, SamplingConfig(), TOKENS).next_request()[0] == SENIOR
+    assert TandemWriter.resume(begun, WriterOptions(rule, SamplingConfig(), TOKENS)).next_request()[0] == SENIOR
     with pytest.raises(DataError, match=r"fallback_starts.*resume on two servers"):
-        TandemWriter.resume(begun, rule, SamplingConfig(), TOKENS, fused=True)
+        TandemWriter.resume(begun, WriterOptions(rule, SamplingConfig(), TOKENS, fused=True))
 
 
 def test_a_wrong_author_fails_its_sample_alone_and_says_where() -> None:
-    rule = HandoffRule("word", 0.5, 32, 16, BOUNDARY)
+    rule = HandoffRule.of("word", 0.5, 32, 16, BOUNDARY)
     writers = [make_writer(rule, i) for i in range(3)]
     engine = FusedScript(lie_at=1)
     first, *others = asyncio.run(write_lockstep(writers, {SENIOR: engine, JUNIOR: engine}))
@@ -206,11 +209,11 @@ def test_missing_authors_or_senior_log_probs_fail() -> None:
     for change in ({"authors": ()}, {"senior_log_probs": (-1.0,)}):
         engine = FusedScript(spoil=lambda r, c=change: dataclasses.replace(r, **c))
         with pytest.raises(EngineError, match="one of each per token"):
-            one(make_writer(HandoffRule("word", 0.5, 32, 16, BOUNDARY), cap=9), engine)
+            one(make_writer(HandoffRule.of("word", 0.5, 32, 16, BOUNDARY), cap=9), engine)
 
 
 def test_senior_log_probs_are_left_out_where_they_are_not_at_temperature_one() -> None:
-    rule = HandoffRule("bernoulli", 0.5, 32, 16, frozenset())
+    rule = HandoffRule.of("bernoulli", 0.5, 32, 16, frozenset())
     assert one(make_writer(rule, temperature=0.5), FusedScript()).senior_log_probs == ()
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from vocabularies import load
 
-from slime_tandem.config import SamplingConfig, Strategy
+from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import FusedServer, Sglang
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
-STRATEGIES: tuple[Strategy, ...] = ("word", "sentence", "bernoulli")
+STRATEGIES = ("word", "sentence", "bernoulli")
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen", 151936), ("smollm2", 49152)])
@@ -35,12 +35,14 @@ def test_tables_of_a_real_tokenizer(
     tokens = dataclasses.replace(known, table=table, eos_ids=frozenset())
     reference = pair_of(size)
     tables = {s: boundary_ids(s, table, tokens.special) for s in ("word", "sentence")}
-    rules = [HandoffRule(s, 0.5, 9, 3, tables.get(s, frozenset())) for s in STRATEGIES for _ in range(3)]
+    rules = [HandoffRule.of(s, 0.5, 9, 3, tables.get(s, frozenset())) for s in STRATEGIES for _ in range(3)]
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, len(known.table), 12).tolist()) for _ in rules]
     sampling = SamplingConfig(max_new_tokens=40)
     writers = [
-        TandemWriter(SampleKey(4, 0, i), 0, Prompt("p", (), None, "t"), p, rule, sampling, tokens, fused=True)
+        TandemWriter(
+            SampleKey(4, 0, i), 0, Prompt("p", (), None, "t"), p, WriterOptions(rule, sampling, tokens, fused=True)
+        )
         for i, (p, rule) in enumerate(zip(prompts, rules, strict=True))
     ]
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.config import Strategy
 from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.fused import rule_tensors
 from slime_tandem.engines.fused.state import Authors
 from slime_tandem.protocol import Handoff
 from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32
 from slime_tandem.rollout.writer import handoff_of
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.types import SampleKey
 
 VOCAB = 12
@@ -26,8 +24,8 @@ TABLES[1, list(BOUNDARY)] = True
 keys = st.builds(SampleKey, st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**6))
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=80)
 rules = st.builds(
-    HandoffRule,
-    st.sampled_from(get_args(Strategy)),
+    HandoffRule.of,
+    st.sampled_from(tuple(STRATEGIES)),
     prob_senior=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
     max_gap_tokens=st.integers(1, 9),
     chunk_size=st.integers(1, 9),
@@ -54,8 +52,8 @@ def end_state(rule: HandoffRule, ids: list[int]) -> tuple[int, int]:
 def test_replay_agrees_with_the_rule(rule: HandoffRule, ids: list[int], split: int, run: int) -> None:
     split = min(split, len(ids))
     begun, length = end_state(rule, ids[:split])
-    table = TABLES[int(rule.fixed_run_length is None)]
-    got = rule_tensors.replay(torch.tensor(ids[split:], dtype=torch.int64), table, rule.run_cap or rule_tensors.NO_CAP,
+    table = TABLES[int(bool(rule.boundary))]
+    got = rule_tensors.replay(torch.tensor(ids[split:], dtype=torch.int64), table, rule.cap or rule_tensors.NO_CAP,
                               run + begun, length)  # fmt: skip
     whole, rest = end_state(rule, ids)
     assert got == (run + whole, rest)

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slime_tandem.config import RunConfig, SamplingConfig, Strategy
+from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer, Sglang
@@ -21,7 +21,8 @@ from slime_tandem.errors import EngineRejectedError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
-from slime_tandem.rollout.writer import TandemWriter, handoff_of
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions, handoff_of
+from slime_tandem.strategies import STRATEGIES
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
@@ -32,8 +33,8 @@ only = pytest.mark.parametrize
 Prompts = Callable[[int, int, int], list[tuple[int, ...]]]
 
 
-def make_rule(strategy: Strategy, tables: dict[str, frozenset[int]], prob: float = 0.5) -> HandoffRule:
-    return HandoffRule(strategy, prob, 6, 3, tables.get(strategy, frozenset()))
+def make_rule(strategy: str, tables: dict[str, frozenset[int]], prob: float = 0.5) -> HandoffRule:
+    return HandoffRule.of(strategy, prob, 6, 3, tables.get(strategy, frozenset()))
 
 
 def make_writer(
@@ -43,7 +44,9 @@ def make_writer(
     sampling = SamplingConfig(max_new_tokens=cap, **kwargs)
     # No end of turn but the length: the longer the response, the more there is to compare.
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
-    return TandemWriter(SampleKey(3, 1, i), 0, PROMPT, prompt, rule, sampling, endless, fused=True, **more)
+    return TandemWriter(
+        SampleKey(3, 1, i), 0, PROMPT, prompt, WriterOptions(rule, sampling, endless, fused=True, **more)
+    )
 
 
 def write(client: EngineClient, writers: list[TandemWriter]) -> Any:
@@ -59,8 +62,8 @@ def test_every_strategy_and_probability(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
     """Concurrent requests of all strategies, p = 0, .5, 1, in one batch: the author's log-probs, the rule's authors."""
-    rules = [make_rule(s, tables, p) for s in get_args(Strategy) for p in (0.0, 0.5, 1.0)]
-    rules.append(HandoffRule("word", 0.5, 6, 3, tables["custom"]))
+    rules = [make_rule(s, tables, p) for s in STRATEGIES for p in (0.0, 0.5, 1.0)]
+    rules.append(HandoffRule.of("word", 0.5, 6, 3, tables["custom"]))
     writers = [
         make_writer(rule, tokens, prompt, i)
         for i, (rule, prompt) in enumerate(zip(rules, prompts(len(rules), 20, 1), strict=True))
@@ -167,7 +170,7 @@ def test_forced_retractions_lose_and_change_nothing(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
     """Ten long responses in a pool for four: each is thrown out and prefilled again, the rule replayed over its own tokens."""
-    strategies = get_args(Strategy)
+    strategies = tuple(STRATEGIES)
     for attempt in range(3):
         before = retractions(engine.log())
         writers = [
@@ -210,9 +213,8 @@ def test_aborted_responses_resume_where_they_stopped(
         raise AssertionError("no response was cut")
     sampling = SamplingConfig(max_new_tokens=300)
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
-    resumed = [
-        TandemWriter.resume(s, rule, sampling, endless, fused=True) for s in cut_off if s.finish_reason == "abort"
-    ]
+    options = WriterOptions(rule, sampling, endless, fused=True)
+    resumed = [TandemWriter.resume(s, options) for s in cut_off if s.finish_reason == "abort"]
     for sample in engine.run(lambda client: write(client, resumed)):
         assert len(sample.response_ids) == 300
         engine.reference.check(sample)
@@ -232,7 +234,9 @@ def test_many_short_requests_and_inserted_text_are_one_response(
     engine.reference.check(sample)
     ends = TokenBytes(tokens.table, tokens.special, frozenset(range(100, 130)))
     key = SampleKey(3, 1, 1)
-    turn = TandemWriter(key, 0, PROMPT, prompt, rule, SamplingConfig(max_new_tokens=80), ends, fused=True)
+    turn = TandemWriter(
+        key, 0, PROMPT, prompt, WriterOptions(rule, SamplingConfig(max_new_tokens=80), ends, fused=True)
+    )
 
     async def tool(_: TandemWriter) -> list[int] | None:
         return [5, 6, 7, 8]
@@ -248,7 +252,7 @@ def test_many_short_requests_and_inserted_text_are_one_response(
 @only("engine", ["qwen3"], indirect=True)
 def test_a_table_that_the_engine_does_not_hold_is_refused(engine: Any, tokens: TokenBytes, prompts: Prompts) -> None:
     [prompt] = prompts(1, 10, 9)
-    writer = make_writer(HandoffRule("word", 0.5, 6, 3, frozenset({2, 3})), tokens, prompt, 0)
+    writer = make_writer(HandoffRule.of("word", 0.5, 6, 3, frozenset({2, 3})), tokens, prompt, 0)
     with pytest.raises(EngineRejectedError, match="does not know"):
         engine.run(lambda client: write(client, [writer]))
 
