@@ -27,6 +27,8 @@ from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
 
+from ...waiting import PATIENCE_S
+
 PROMPT = Prompt("p", (), None, "t")
 only = pytest.mark.parametrize
 Prompts = Callable[[int, int, int], list[tuple[int, ...]]]
@@ -202,7 +204,17 @@ def test_aborted_responses_resume_where_they_stopped(
             await client.abort(f"{writer.key.seed}-{writer.key.rollout_id}-{writer.key.sample_index}-0")
         return list(await task)
 
-    for after_s in (0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # long enough on a busy machine, short enough on a fast one
+    for after_s in (
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        32.0,
+        64.0,
+    ):  # for a busy machine and a fast one
         cut_off = engine.run(lambda client, after_s=after_s: cut(client, after_s))
         if any(s.finish_reason == "abort" and s.response_ids for s in cut_off):
             break
@@ -346,7 +358,7 @@ def test_weights_from_a_trainers_memory(
         }
         save_file(sent, tmp_path / "sent.safetensors")
         script = [sglang_python, Path(__file__).with_name("send_weights.py"), engine.server.url, way]
-        subprocess.run([*script, tmp_path / "sent.safetensors", way, str(engine.ranks)], check=True, timeout=200)
+        subprocess.run([*script, tmp_path / "sent.safetensors", way, str(engine.ranks)], check=True, timeout=PATIENCE_S)
 
     def check(senior: str, junior: str, version: str) -> None:
         writers = [make_writer(make_rule("word", tables), tokens, p, i) for i, p in enumerate(prompts(3, 15, 12))]
@@ -424,7 +436,7 @@ def test_what_is_touched_inside_sglang_is_still_there(sglang_python: str) -> Non
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=PATIENCE_S,
         cwd=root,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
