@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from .schedule import (  # noqa: F401 - hooks
     pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
     pytest_runtest_logreport,
     pytest_runtest_teardown,
     pytest_runtestloop,

@@ -1,4 +1,6 @@
-"""Which test process takes what: whole files, the longest first, so that both end at the same time.
+"""Which tests run, and in which test process: whole files, the longest first, so that both end at the same time.
+
+`--quick` leaves what computes without a model, a process, a browser or a real vocabulary (scripts/test.sh --quick).
 
 `durations.json` beside this file says how long each takes, in CPU seconds of the test process and its children; write it anew,
 from a run of the whole suite, with `--write-durations`. A file that it does not know counts as a short one.
@@ -18,6 +20,10 @@ SHARING = ("tests/conformance/", "tests/diagnostics/")
 """Folders whose files share servers or banks in session fixtures, which each process would make anew: one process takes all."""
 TABLE = Path(__file__).with_name("durations.json")
 UNKNOWN_S = 1.0
+QUICK = ("config", "tokens", "rollout", "distill", "objective", "tasks", "report")
+"""Folders of rooms that compute without a model; and of their tests not these:"""
+SLOW_FILES = ("test_vocabularies.py", "test_parallel.py", "test_logprobs_triton.py", "test_trl.py")
+SLOW_FIXTURES = {"browser", "trio"}
 
 
 def unit(nodeid: str) -> str:
@@ -52,6 +58,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"write {TABLE.name} and show the tests that cost most CPU seconds",
     )
+    parser.addoption(
+        "--quick", action="store_true", help="only tests that need no model, process, browser or real vocabulary"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    here = Path(__file__).parent
+    if not config.getoption("--quick") or here not in collection_path.parents:
+        return None
+    other = collection_path.parent == here and collection_path.is_dir() and collection_path.name not in QUICK
+    return other or collection_path.name in SLOW_FILES or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        slow = [item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
 
 
 def _spent() -> float:
