@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -138,6 +139,13 @@ def side_url(trio: Trio) -> Iterator[Callable[[str], str]]:
             return urls[role]
 
         yield url
+
+
+@pytest.fixture
+def running() -> Iterator[Callable[[Any], Any]]:
+    """`running(ThreadServer(folder))`: that server, started, until the test ends."""
+    with ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture(scope="session")

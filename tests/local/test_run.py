@@ -276,7 +276,7 @@ def test_an_interrupt_inside_a_step_waits_until_the_step_is_whole(
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
-def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_length_reward_makes_length_rise_to_the_cap(trio, running, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
     import torch
@@ -303,7 +303,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     config = RunConfig.from_mapping(
         settings(trio, tmp_path / "runs")
         | {
-            **own("junior"),
+            "engine": own()["engine"] | {"junior_url": running(ThreadServer(tmp_path / "short")).url},
             "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
             "objective": {},
             "opd": {"enabled": False},
@@ -460,13 +460,14 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
         assert (config.run_dir / "logs" / f"{name}.log").exists()
 
 
-def test_a_teacher_whose_context_holds_no_sample_fails_samples_only(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_teacher_whose_context_holds_no_sample_fails_samples_only(trio, running, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Each is counted, and the run goes on without its signal."""
     teacher = Path(shutil.copytree(trio.teacher, tmp_path / "short"))
     tree = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**tree, "max_position_embeddings": 8}))
-    changes = settings(trio, tmp_path, control=False, train={**BASE["train"], "steps": 2}, **own("teacher"))
+    changes = settings(trio, tmp_path, control=False, train={**BASE["train"], "steps": 2})
     changes["models"]["teacher"] = str(teacher)
+    changes["engine"] |= {"teacher_url": running(ThreadServer(teacher)).url}
     config = RunConfig.from_mapping(changes)
     train(config)
     steps = rows(config.run_dir / "metrics.jsonl")

@@ -159,9 +159,10 @@ def test_rows_without_lists_are_refused(server: ThreadServer) -> None:
 
 
 def test_a_co_written_run_trains_on_truncated_samples(
-    trio: Any, side_url: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trio: Any, side_url: Callable[[str], str], running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Junior tokens carry weight: their ratios are of the full distribution, the senior's of the truncated one."""
+    senior = running(ThreadServer(trio.senior))
     config = RunConfig.from_mapping(
         {
             "name": "r",
@@ -173,7 +174,7 @@ def test_a_co_written_run_trains_on_truncated_samples(
             "opd": {"enabled": False},
             "train": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 3, "threads": 1},
             "eval": {"prompts": 1},
-            "engine": {"cache_tokens": 4096, "junior_url": side_url("junior")},
+            "engine": {"cache_tokens": 4096, "junior_url": side_url("junior"), "senior_url": senior.url},
         }
     )
     asked: dict[int, bool] = {}
