@@ -112,8 +112,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     units: Counter[str] = Counter()
     for nodeid, seconds in _seconds.items():
         units[unit(nodeid)] += seconds
-    rounded = {name: round(seconds, 1) for name, seconds in units.most_common() if seconds >= UNKNOWN_S}
-    TABLE.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    known = {**json.loads(TABLE.read_text(encoding="utf-8")), **units}  # what did not run now keeps its number
+    ordered = sorted(((round(seconds, 1), name) for name, seconds in known.items()), reverse=True)
+    table = {name: seconds for seconds, name in ordered if seconds >= UNKNOWN_S}
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     terminalreporter.section("CPU seconds")
     for nodeid, seconds in _seconds.most_common(20):
         terminalreporter.line(f"{seconds:8.1f}  {nodeid}")

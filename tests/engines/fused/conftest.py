@@ -265,7 +265,7 @@ def engine(
     try:
         yield Engine(request.param, kind, server, Reference.load(senior, junior), folders, ranks)
     finally:
-        server.stop()
+        server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here
 
 
 @pytest.fixture
