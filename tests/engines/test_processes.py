@@ -63,8 +63,8 @@ def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str
             async with EngineClient(url, max_retries=0) as client:
                 many = [GenerateRequest(f"r{i}", (5, 6), 250, sampling_seed=i) for i in range(200)]
                 waiting = asyncio.create_task(client.generate(many))
-                for _ in range(5):  # when these are answered, the others are being written
-                    await client.generate([ASK])
+                for _ in range(5):  # when these are answered, the server has long read the others
+                    await client.model_info()
                 assert not waiting.done()
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(EngineUnavailableError, match="503"):
