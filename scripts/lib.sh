@@ -8,6 +8,9 @@
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$REPO/.venv}"
 export OMP_WAIT_POLICY=PASSIVE
+# Installs leave compiling to the first import (--no-compile). Where this variable is set, as in many containers, every process would
+# compile torch and transformers anew: ten seconds and more of each start.
+unset PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 run() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,9 +14,26 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .schedule import (  # noqa: F401 - hooks
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    pytest_runtest_logreport,
+    pytest_runtest_teardown,
+    pytest_runtestloop,
+    pytest_terminal_summary,
+    pytest_xdist_make_scheduler,
+)
+from .slime_sources import SlimeHere
+
 # What a machine is busy with is no fault of an example.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Containers like to set it; every child process would then compile torch and transformers from source again, which takes it
+# ten seconds and more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,25 +41,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and their children inherit it: tests of Ctrl-C would wait for nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-SHARING = ("tests/conformance/", "tests/diagnostics/", "tests/engines/fused/", "tests/engines/")
-"""Folders whose files share servers in session fixtures; the first that fits counts."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, one test process takes a whole file, as always, or all files of a folder that shares servers.
-
-    File by file, a session fixture with parameters is set up anew for each file, and again in each process.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByServers(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in SHARING if nodeid.startswith(folder)), super()._split_scope(nodeid))
-
-    return ByServers(config, log) if config.getvalue("dist") == "loadfile" else None
-
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}%EOT%{% endfor %}"
@@ -126,26 +125,30 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
 
 
 @pytest.fixture(scope="session")
-def side_url(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """URL of a server of the trio's junior or teacher, which no run changes.
+def side_url(trio: Trio) -> Iterator[Callable[[str], str]]:
+    """URL of a server of the trio's junior or teacher, which no run changes; once in a test process, when first asked for."""
+    from .in_process import ThreadServer
 
-    For tests that are not about servers: each takes seconds to start, and these start once in a test process, when first asked
-    for.
-    """
-    from slime_tandem.engines.processes import ServerProcess
-    from slime_tandem.engines.serve_options import ServeOptions
-
-    logs = tmp_path_factory.mktemp("frozen")
     urls: dict[str, str] = {}
     with ExitStack() as stack:
 
         def url(role: str) -> str:
             assert role in ("junior", "teacher")
             if role not in urls:
-                server = ServerProcess(
-                    getattr(trio, role), ServeOptions(cache_tokens=4096), log_file=logs / f"{role}.log"
-                )
-                urls[role] = stack.enter_context(server).url
+                urls[role] = stack.enter_context(ThreadServer(getattr(trio, role))).url
             return urls[role]
 
         yield url
+
+
+@pytest.fixture
+def running() -> Iterator[Callable[[Any], Any]]:
+    """`running(ThreadServer(folder))`: that server, started, until the test ends."""
+    with ExitStack() as stack:
+        yield stack.enter_context
+
+
+@pytest.fixture(scope="session")
+def slime_here() -> SlimeHere:
+    """slime's own sources and Python; skips where they are not at hand."""
+    return SlimeHere.find()

@@ -18,6 +18,8 @@ from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.tokens.token_bytes import TokenBytes
 
+from .waiting import PATIENCE_S
+
 DOCS = Path(__file__).parents[1] / "docs" / "api.md"
 TEXT = DOCS.read_text(encoding="utf-8")
 
@@ -40,7 +42,9 @@ def test_type_checkers_see_what_is_there() -> None:
 def test_the_import_is_light() -> None:
     names = "[m for m in sys.modules if m.split('.')[0] in ('slime_tandem', 'torch')]"
     code = f"import json, sys, slime_tandem; print(json.dumps({names}))"
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout
     assert json.loads(out) == ["slime_tandem"]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 import slime_tandem
 
+from .waiting import PATIENCE_S
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -20,7 +22,7 @@ def run(name: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,6 +17,8 @@ import pytest
 
 import slime_tandem
 
+from .waiting import PATIENCE_S
+
 ROOT = Path(slime_tandem.__file__).parent
 
 ROOMS = (
@@ -206,7 +208,9 @@ def test_an_impurity_is_found() -> None:
 
 def test_light_modules_import_nothing_heavy() -> None:
     code = f"import importlib, json, sys\nfor m in {LIGHT!r}: importlib.import_module(m)\nprint(json.dumps(list(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout
     loaded = {name.split(".")[0] for name in json.loads(out)}
     assert "slime_tandem" in loaded
     assert loaded.isdisjoint(HEAVY), loaded & set(HEAVY)

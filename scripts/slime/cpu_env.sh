@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What slime's own train.py needs on a machine without a GPU: a Python with SGLang (scripts/sglang_cpu.sh), Ray, the router and slime's
-# other requirements, and the sources of slime and Megatron-LM with slime's patch. Prints the three variables that the tests read:
+# other requirements, and the sources of slime and Megatron-LM with slime's patch. Prints the one variable that the tests read, the folder with
+# slime, Megatron-LM and venv, the environment, in it:
 #   eval "$(scripts/slime/cpu_env.sh)"
 #   SLIME_CPU_VENV  the environment (default: .venv-slime in the repository; about 4 GB)
 #   SLIME_SOURCES   where the sources are or go (default: .cache/slime-sources); folders slime and Megatron-LM there are taken as they are
@@ -43,5 +44,5 @@ run mkdir -p "$sources" >&2
 clone slime https://github.com/THUDM/slime.git "$SLIME_COMMIT"
 clone Megatron-LM https://github.com/NVIDIA/Megatron-LM.git "$MEGATRON_COMMIT"
 sources="$(realpath -m "$sources")"
-printf 'export SLIME_TANDEM_SLIME=%q SLIME_TANDEM_MEGATRON=%q SLIME_TANDEM_SLIME_PYTHON=%q\n' \
-  "$sources/slime" "$sources/Megatron-LM" "$python"
+run ln -sfn "$venv" "$sources/venv" >&2
+printf 'export SLIME_SOURCES=%q\n' "$sources"

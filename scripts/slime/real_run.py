@@ -339,6 +339,7 @@ def main():
                     train.wait(timeout=20)
                 except subprocess.TimeoutExpired:
                     train.kill()
+                    train.wait()
         print(f"{a.entry} ended with {code} after {time.monotonic() - t0:.0f} s; log: {log}", flush=True)
         return code
     finally:

@@ -8,6 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.processes import ChildServer, ServerProcess
-from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sglang import SglangProcess
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
+
+from ..in_process import ThreadServer
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
 
@@ -33,7 +34,7 @@ class Rig:
 
     kind: Literal["embedded", "sglang"]
     folders: dict[str, Path]
-    servers: dict[str, ChildServer]
+    servers: dict[str, ThreadServer | SglangProcess]
     references: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
 
@@ -93,15 +94,6 @@ def _untied(like: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def _server(kind: str, folder: Path, log: Path) -> ChildServer:
-    if kind == "embedded":
-        return ServerProcess(folder, ServeOptions(max_batch=64, cache_tokens=4096), log_file=log)
-    python = os.environ.get(SGLANG_PYTHON)
-    if not python:
-        pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
-    return SglangProcess(folder, python=python, log_file=log, start_timeout_s=600)
-
-
 @pytest.fixture(scope="session")
 def folders(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("conformance")
@@ -112,16 +104,28 @@ def folders(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def rig(
     request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
-    logs = tmp_path_factory.mktemp(f"{request.param}-logs")
-    servers = {role: _server(request.param, folder, logs / f"{role}.log") for role, folder in folders.items()}
+    if request.param == "embedded":
+        with ExitStack() as stack:
+            threads = {r: stack.enter_context(ThreadServer(f, max_batch=64)) for r, f in folders.items()}
+            yield Rig("embedded", folders, dict(threads))
+            assert all(server.is_alive() for server in threads.values())
+        return
+    python = os.environ.get(SGLANG_PYTHON)
+    if not python:
+        pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
+    logs = tmp_path_factory.mktemp("sglang-logs")
+    servers = {
+        role: SglangProcess(folder, python=python, log_file=logs / f"{role}.log", start_timeout_s=600)
+        for role, folder in folders.items()
+    }
     try:
         for server in servers.values():
             server.launch()
         for server in servers.values():
             server.wait_ready()
-        yield Rig(request.param, folders, servers)
+        yield Rig("sglang", folders, dict(servers))
         for role, server in servers.items():
-            assert server.is_alive(), f"{role}: {server.log_file.read_text()[-4000:]}"
+            assert server.is_alive(), f"{role}: {(logs / f'{role}.log').read_text()[-4000:]}"
     finally:
         for server in servers.values():
             server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here

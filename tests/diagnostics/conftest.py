@@ -14,9 +14,9 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.diagnostics.bank import BANK, EVALUATION, bank_id, writing
 from slime_tandem.diagnostics.export import BankPlan, export_bank
-from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.tokenizer import ModelTokenizer
+
+from ..in_process import ThreadServer
 
 MODEL = {"model": "m", "vocabulary": "v", "weights": "w"}
 FACTS: dict[str, Any] = {
@@ -76,10 +76,9 @@ def settings(trio: Any, teacher: Path, folder: Path, *more: str) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def served(trio: Any, side_url: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def served(trio: Any, side_url: Callable[[str], str]) -> Iterator[list[str]]:
     """Settings that name running servers of senior and teacher; starting some for each test takes long."""
-    log = tmp_path_factory.mktemp("served") / "senior"
-    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as senior:
+    with ThreadServer(trio.senior) as senior:
         yield [f"engine.senior_url={senior.url}", f"engine.teacher_url={side_url('teacher')}"]
 
 

@@ -31,6 +31,7 @@ from slime_tandem.errors import DataError, ModelError
 from slime_tandem.models.hf import load_model
 from slime_tandem.models.tokenizer import ModelTokenizer
 
+from ..waiting import PATIENCE_S
 from .test_export import log_probs
 
 
@@ -168,7 +169,9 @@ def test_a_killed_evaluation_goes_on_where_it_was(
     out = tmp_path / "killed" / "e.parquet"
     args = [str(x) for x in (same_bank, out, trio.senior, trio.junior)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    child = subprocess.run([sys.executable, "-c", CHILD, *args], env=env, capture_output=True, timeout=200, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, *args], env=env, capture_output=True, timeout=PATIENCE_S, check=False
+    )
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     assert not out.exists()
     parts = out.with_name(".e.parquet.parts")

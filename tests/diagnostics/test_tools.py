@@ -14,6 +14,8 @@ import pytest
 from slime_tandem.cli import main
 from slime_tandem.errors import ConfigError
 
+from ..waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 WRAPPERS = sorted((ROOT / "scripts" / "diagnostics").glob("run_*.sh"))
 
@@ -89,7 +91,9 @@ def test_a_wrapper_says_what_it_would_do(wrapper: Path, tmp_path: Path) -> None:
         "TEACHER_MODEL": "/m/teacher",
         "PROMPT_DATA": "/d/p.jsonl",
     }
-    shown = subprocess.run(["bash", wrapper], env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(
+        ["bash", wrapper], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    ).stdout
     for name in (
         "export_fixed_context_bank", "eval_fixed_context_bank", "merge_token_banks", "analyze_fixed_context_gain",
         "matched_fixed_context_topn", "support_definition_robustness",

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
-from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model, quiet_transformers
+
+from ..in_process import ThreadServer
 
 BOS, EOS = 0, 1
 VOCAB = 304
@@ -98,12 +98,11 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="session")
-def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(folders: dict[str, Path]) -> Iterator[ThreadServer]:
     """A running server of the llama model; tests leave its weights as they were."""
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    with ServerProcess(folders["llama"], ServeOptions(max_batch=32, cache_tokens=4096), log_file=log) as process:
-        yield process
-        assert process.is_alive(), log.read_text()
+    with ThreadServer(folders["llama"], max_batch=32) as running:
+        yield running
+        assert running.is_alive()
 
 
 JobFactory = Callable[..., Job]

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,9 @@ from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError
 from slime_tandem.protocol import GenerateRequest
 
+from ..in_process import ThreadServer
+from ..waiting import PATIENCE_S, wait_until
+
 ASK = GenerateRequest("r", (5, 6, 7), 5, sampling_seed=1)
 
 
@@ -32,13 +33,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -67,15 +61,17 @@ def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str
 
         async def end_in_flight() -> None:
             async with EngineClient(url, max_retries=0) as client:
-                many = [GenerateRequest(f"r{i}", (5, 6), 250, sampling_seed=i) for i in range(400)]
+                many = [GenerateRequest(f"r{i}", (5, 6), 250, sampling_seed=i) for i in range(200)]
                 waiting = asyncio.create_task(client.generate(many))
-                await asyncio.sleep(0.3)
+                for _ in range(5):  # when these are answered, the server has long read the others
+                    await client.model_info()
+                assert not waiting.done()
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(EngineUnavailableError, match="503"):
                     await waiting
 
         asyncio.run(end_in_flight())
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         server.stop()
     assert not server.is_alive()
@@ -100,14 +96,14 @@ def test_the_server_dies_with_a_killed_parent(folders: dict[str, Path], tmp_path
         pid = int(parent.stdout.readline())
         try:
             log = tmp_path / "log.txt"
-            wait_until(lambda: "serving" in log.read_text(), 60)
+            wait_until(lambda: "serving" in log.read_text())
             assert runs(pid)
         finally:
             parent.kill()
     wait_until(lambda: not runs(pid))
 
 
-def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_server_that_does_not_come_up_shows_the_end_of_its_log(server: ThreadServer, tmp_path: Path) -> None:
     """Here its port is taken by another healthy server, which must not be mistaken for it."""
     port = int(server.url.rsplit(":", 1)[1])
     late = ServerProcess(server.model, ServeOptions(port=port), log_file=tmp_path / "logs" / "log.txt")

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.sessions import SessionEngine, _common_prefix
 from slime_tandem.errors import EngineRejectedError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
+
+from ..in_process import ThreadServer
 
 
 def request(n: int, ids: tuple[int, ...], **changes: Any) -> GenerateRequest:
@@ -39,7 +40,7 @@ def bare(result: GenerateResult) -> GenerateResult:
     return dataclasses.replace(result, served_rid="", cached_tokens=0)
 
 
-def run(server: ServerProcess, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+def run(server: ThreadServer, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         async with EngineClient(server.url) as client:
             return await use(client)
@@ -47,7 +48,7 @@ def run(server: ServerProcess, use: Callable[[EngineClient], Awaitable[Any]]) ->
     return asyncio.run(main())
 
 
-def test_a_session_gives_what_whole_contexts_give(server: ServerProcess) -> None:
+def test_a_session_gives_what_whole_contexts_give(server: ThreadServer) -> None:
     async def use(client: EngineClient) -> tuple[list[GenerateResult], list[GenerateResult]]:
         async def whole(r: GenerateRequest) -> GenerateResult:
             return (await client.generate([r]))[0]
@@ -68,7 +69,7 @@ def test_a_session_gives_what_whole_contexts_give(server: ServerProcess) -> None
         assert p.input_log_probs == pytest.approx(k.input_log_probs, abs=1e-5)
 
 
-def test_bytes_grow_linearly_with_the_response(server: ServerProcess) -> None:
+def test_bytes_grow_linearly_with_the_response(server: ThreadServer) -> None:
     async def bytes_sent(client: EngineClient, rounds: int) -> int:
         before, ids = client.bytes_sent, (5, 6, 7)
         async with SessionEngine(client) as engine:
@@ -92,7 +93,7 @@ async def _is_closed(client: EngineClient, engine_sessions: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("how", ["success", "error", "cancel"])
-def test_sessions_are_closed_on_every_path(server: ServerProcess, how: str) -> None:
+def test_sessions_are_closed_on_every_path(server: ThreadServer, how: str) -> None:
     async def use(client: EngineClient) -> None:
         names: list[str] = []
         began = asyncio.Event()
@@ -121,7 +122,7 @@ def test_sessions_are_closed_on_every_path(server: ServerProcess, how: str) -> N
     run(server, use)
 
 
-def test_a_session_that_the_server_forgot_is_opened_anew(server: ServerProcess) -> None:
+def test_a_session_that_the_server_forgot_is_opened_anew(server: ThreadServer) -> None:
     async def use(client: EngineClient) -> None:
         async with SessionEngine(client) as engine:
             (first,) = await engine.generate([request(0, (5, 6, 7))])
@@ -137,7 +138,7 @@ def test_a_session_that_the_server_forgot_is_opened_anew(server: ServerProcess) 
     run(server, use)
 
 
-def test_an_aborted_turn_is_not_built_upon(server: ServerProcess) -> None:
+def test_an_aborted_turn_is_not_built_upon(server: ThreadServer) -> None:
     async def use(client: EngineClient) -> None:
         async with SessionEngine(client) as engine:
             (first,) = await engine.generate([request(0, (5, 6, 7))])
@@ -153,7 +154,7 @@ def test_an_aborted_turn_is_not_built_upon(server: ServerProcess) -> None:
     run(server, use)
 
 
-def test_requests_without_a_conversation_pass_through(server: ServerProcess) -> None:
+def test_requests_without_a_conversation_pass_through(server: ThreadServer) -> None:
     async def use(client: EngineClient) -> None:
         async with SessionEngine(client) as engine:
             (result,) = await engine.generate([request(0, (5, 6, 7), conversation=None)])

@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,8 @@ import pytest
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sglang import CPU_ARGS, SglangProcess
 from slime_tandem.errors import EngineUnavailableError, PortInUseError
+
+from ..waiting import wait_until
 
 FAKE = """
 import http.server, os, pathlib, subprocess, sys
@@ -39,13 +39,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture

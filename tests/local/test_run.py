@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,13 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
-from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import BoundaryRecord
+
+from ..forked import Command, Forks
+from ..in_process import ThreadServer
+from ..waiting import PATIENCE_S, wait_until
 
 BASE: dict[str, Any] = {
     "name": "r",
@@ -39,18 +40,20 @@ BASE: dict[str, Any] = {
 
 
 ROLES = ("senior", "junior", "teacher")
+_forks: list[Forks] = []
 _urls: dict[str, str] = {}
-"""Servers that the tests share, as far as they are not about servers: each takes seconds to start. No run changes the junior
-and the teacher; into the senior's every run sends its own weights first."""
+"""Servers that the tests share, as far as they are not about servers. No run changes the junior and the teacher; into the
+senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # type: ignore[no-untyped-def]
-    log = tmp_path_factory.mktemp("shared") / "senior.log"
-    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as senior:
+def _shared_servers(trio, side_url) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    with ThreadServer(trio.senior) as senior, Forks() as forks:
+        _forks.append(forks)
         _urls.update(senior_url=senior.url, junior_url=side_url("junior"), teacher_url=side_url("teacher"))
         yield
         _urls.clear()
+        _forks.clear()
 
 
 def own(*roles: str) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def settings(trio, runs: Path, **changes: Any) -> dict[str, Any]:  # type: ignor
     return {**BASE, "runs_dir": str(runs), "models": models, **own(), **changes}
 
 
-_started: list[subprocess.Popen[str]] = []
+_started: list[Command] = []
 
 
 @pytest.fixture(autouse=True)
@@ -72,29 +75,25 @@ def _reap() -> Iterator[None]:
     yield
     while _started:
         process = _started.pop()
-        if process.poll() is None:
-            process.kill()
+        process.send_signal(signal.SIGKILL)
         process.communicate()
 
 
-def start(
-    config: dict[str, Any], folder: Path, *flags: str, before_exec: Callable[[], object] | None = None
-) -> subprocess.Popen[str]:
+def arguments(config: dict[str, Any], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(path), *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before_exec
-    )
-    _started.append(process)
-    return process
+    return ["train", "--config", str(path)]
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=300)
+def start(config: dict[str, Any], folder: Path, *flags: str, **how: bool) -> Command:
+    _started.append(_forks[0].start(*arguments(config, folder), *flags, folder=folder, **how))
+    return _started[-1]
+
+
+def finish(process: Command) -> None:
+    _, err = process.communicate()
     assert process.returncode == 0, err
-    return out
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -103,10 +102,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def wait_for_steps(process: subprocess.Popen[str], run: Path, n: int) -> None:
-    while len(rows(run / "metrics.jsonl")) < n:
+def wait_for_steps(process: Command, run: Path, n: int) -> None:
+    def written() -> bool:
         assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
+        return len(rows(run / "metrics.jsonl")) >= n
+
+    wait_until(written)
 
 
 def servers_of(run: Path) -> list[int]:
@@ -132,8 +133,18 @@ def comparable(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def uninterrupted(trio, _shared_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type: ignore[no-untyped-def]
     root = tmp_path_factory.mktemp("uninterrupted")
-    out = finish(start(settings(trio, root / "runs", **own("senior")), root))
-    assert "report.html" in out
+    command = [
+        sys.executable,
+        "-W",
+        "default::ResourceWarning",
+        "-m",
+        "slime_tandem.cli",
+        *arguments(settings(trio, root / "runs", **own("senior")), root),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout
+    assert "ResourceWarning" not in done.stderr
     return root / "runs" / "r"
 
 
@@ -175,7 +186,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     run = tmp_path / "runs" / "r"
     process = start(config, tmp_path)
     wait_for_steps(process, run / arm, after)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     if arm:  # on another server, and in this process: one less to start
         train(RunConfig.from_mapping(config | own()), resume=True)
@@ -184,10 +195,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(
     for part in ("", "control"):
         for name in ("metrics.jsonl", "eval.jsonl", "rewards.jsonl"):
             assert comparable(run / part / name) == comparable(uninterrupted / part / name), f"{part}/{name}"
-    deadline = time.monotonic() + 20
-    while servers_of(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert servers_of(run) == [], "the killed run's servers are gone too"
+    wait_until(lambda: servers_of(run) == [])  # the killed run's servers are gone, too
 
 
 def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -199,7 +207,7 @@ def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: P
         wait_for_steps(process, run, step)
         for pid in servers_of(run)[killed]:
             os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate()
     assert process.returncode == 0, err
     lines = [line for line in err.splitlines() if line.startswith("restarted the ")]
     assert lines[0].startswith("restarted the teacher server after: ")
@@ -207,24 +215,19 @@ def test_killed_servers_are_restarted_and_nothing_changes(trio, uninterrupted: P
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
-def ignore_sigint() -> None:
-    """What a shell does to a job that it starts in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @pytest.mark.parametrize(
-    ("number", "before_exec"),
-    [(signal.SIGINT, None), (signal.SIGINT, ignore_sigint), (signal.SIGTERM, None)],
+    ("number", "ignores_sigint"),  # as a job that a shell starts in the background
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)],
 )
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
-    trio, tmp_path: Path, number: int, before_exec: Callable[[], object] | None
+    trio, tmp_path: Path, number: int, ignores_sigint: bool
 ) -> None:  # type: ignore[no-untyped-def]
     changes = {"train": {**BASE["train"], "steps": 1000, "save_every": 1000}, "control": False, **own("senior")}
     run = tmp_path / "runs" / "r"
-    process = start(settings(trio, tmp_path / "runs", **changes), tmp_path, before_exec=before_exec)
+    process = start(settings(trio, tmp_path / "runs", **changes), tmp_path, ignores_sigint=ignores_sigint)
     wait_for_steps(process, run, 2)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "--resume" in err
@@ -273,7 +276,7 @@ def test_an_interrupt_inside_a_step_waits_until_the_step_is_whole(
     assert comparable(run / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
 
 
-def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_length_reward_makes_length_rise_to_the_cap(trio, running, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
     import torch
@@ -300,7 +303,7 @@ def test_a_length_reward_makes_length_rise_to_the_cap(trio, tmp_path: Path) -> N
     config = RunConfig.from_mapping(
         settings(trio, tmp_path / "runs")
         | {
-            **own("junior"),
+            "engine": own()["engine"] | {"junior_url": running(ThreadServer(tmp_path / "short")).url},
             "models": {"senior": str(tmp_path / "short"), "junior": str(tmp_path / "short")},
             "objective": {},
             "opd": {"enabled": False},
@@ -457,13 +460,14 @@ def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> N
         assert (config.run_dir / "logs" / f"{name}.log").exists()
 
 
-def test_a_teacher_whose_context_holds_no_sample_fails_samples_only(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_teacher_whose_context_holds_no_sample_fails_samples_only(trio, running, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Each is counted, and the run goes on without its signal."""
     teacher = Path(shutil.copytree(trio.teacher, tmp_path / "short"))
     tree = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**tree, "max_position_embeddings": 8}))
-    changes = settings(trio, tmp_path, control=False, train={**BASE["train"], "steps": 2}, **own("teacher"))
+    changes = settings(trio, tmp_path, control=False, train={**BASE["train"], "steps": 2})
     changes["models"]["teacher"] = str(teacher)
+    changes["engine"] |= {"teacher_url": running(ThreadServer(teacher)).url}
     config = RunConfig.from_mapping(changes)
     train(config)
     steps = rows(config.run_dir / "metrics.jsonl")

@@ -32,6 +32,8 @@ from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.megatron.torch_dist import TorchDistReader, dist_key, find_torch_dist
 from slime_tandem.megatron.weights import load_hf_folder, megatron_recipes
 
+from ..waiting import PATIENCE_S
+
 SIZES = {
     "vocab_size": 54,
     "hidden_size": 32,
@@ -331,7 +333,7 @@ def test_megatron_loads_it_at_tensor_parallel_size_two(make: Make, tmp_path: Pat
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
     try:
-        errors = [process.communicate(timeout=300)[1] for process in ranks]
+        errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -482,12 +484,11 @@ def test_the_tool_is_the_command(make: Make, tmp_path: Path, capsys: pytest.Capt
     assert f"written: {tmp_path / 'dist'}" in capsys.readouterr().out
 
 
-@pytest.mark.skipif("SLIME_DIR" not in os.environ, reason="SLIME_DIR names no checkout of slime")
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_slimes_own_converter_gives_the_same_names_and_values(make: Make, kind: str) -> None:
+def test_slimes_own_converter_gives_the_same_names_and_values(slime_here: Any, make: Make, kind: str) -> None:
     """slime sends weights to SGLang by megatron_to_hf: what it makes of our keys must be the Hugging Face weights."""
     name = "llama" if kind == "llama" else "qwen2"
-    file = Path(os.environ["SLIME_DIR"]) / "slime/backends/megatron_utils/megatron_to_hf" / f"{name}.py"
+    file = slime_here.slime / "slime/backends/megatron_utils/megatron_to_hf" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"slime_{name}", file)
     assert spec is not None
     assert spec.loader is not None

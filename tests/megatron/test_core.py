@@ -13,6 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from slime_tandem.megatron import core
 from slime_tandem.megatron.core import InverseFrequencyRope, SdpaCoreAttention, TransformerConfig
 
+from ..waiting import PATIENCE_S
+
 
 def test_initialise_and_shut_down_are_idempotent_and_leave_nothing() -> None:
     core.shutdown()
@@ -49,7 +51,9 @@ def test_a_script_comes_up_quietly_on_loopback_without_children(tmp_path: Path) 
         "assert hosts == {'0100007F'}, hosts\n"
         "assert not any(pathlib.Path(t, 'children').read_text() for t in glob.glob('/proc/self/task/*'))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     # Where a CUDA compiler but no GPU is installed, torch itself says so; that line is not ours.
     noise = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
     assert (done.returncode, done.stdout, noise) == (0, "", [])

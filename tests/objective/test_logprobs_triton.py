@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..waiting import PATIENCE_S
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -30,5 +32,5 @@ def _python() -> str:
 def test_kernels_agree_with_float64(where: str) -> None:
     command = [_python(), str(Path(__file__).with_name("triton_cases.py")), *(["interpret"] if where != "gpu" else [])]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "all cases hold"), done.stderr[-3000:]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..waiting import PATIENCE_S
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -24,8 +26,9 @@ def test_tensor_context_data_and_micro_batch_splits_change_nothing(tmp_path: Pat
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=300) for rank in ranks]
+        said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()
     assert [out.strip() for out, _ in said] == ["all cases hold"] * 2, "\n".join(err[-2500:] for _, err in said)

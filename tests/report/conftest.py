@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
+
+from ..waiting import PATIENCE_S, wait_until
 
 
 def step_row(**values: float) -> dict[str, float | None]:
@@ -94,7 +95,7 @@ class Page:
         self._id += 1
         await self._socket.send_json({"id": self._id, "method": method, "params": params})
         while True:
-            message = await self._socket.receive_json(timeout=60)
+            message = await self._socket.receive_json(timeout=PATIENCE_S)
             if message.get("id") == self._id:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
@@ -186,15 +187,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         )  # fmt: skip
     try:
         port_file = profile / "DevToolsActivePort"
-        for _ in range(1200):
+
+        def listens() -> bool:
             if process.poll() is not None:
                 pytest.fail(f"chromium ended at once:\n{log.read_text()}")
-            if port_file.exists() and "/devtools/" in port_file.read_text():
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"chromium did not come up in 60 s:\n{log.read_text()}")
+            return port_file.exists() and "/devtools/" in port_file.read_text()
+
+        wait_until(listens)
         yield Browser(f"http://127.0.0.1:{port_file.read_text().split()[0]}")
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE_S)

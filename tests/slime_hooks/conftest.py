@@ -1,8 +1,7 @@
-"""slime's Sample, as far as our hooks know it, and a scripted engine; where slime's and Megatron's sources are, if anywhere."""
+"""slime's Sample, as far as our hooks know it, and a scripted engine; pytest in slime's own Python."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ import pytest
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.slime_hooks.state import STATE
 
-ROOT = Path(__file__).parents[2]
+from ..slime_sources import SlimeHere
+from ..waiting import PATIENCE_S
 
 
 @dataclass
@@ -91,36 +91,6 @@ def _forget() -> Iterator[None]:
     STATE.reset()
 
 
-@dataclass(frozen=True)
-class SlimeHere:
-    """slime's and Megatron-LM's sources, and a Python that has what they need."""
-
-    slime: Path
-    megatron: Path
-    python: str
-
-    def environment(self) -> dict[str, str]:
-        paths = (ROOT / "scripts" / "slime" / "shim", ROOT, ROOT / "scripts", self.slime, self.megatron)
-        return {
-            **os.environ,
-            "PYTHONPATH": ":".join(map(str, paths)),
-            "SLIME_TANDEM_CPU": "1",
-            "TORCH_COMPILE_DISABLE": "1",
-        }
-
-
-@pytest.fixture(scope="session")
-def slime_here() -> SlimeHere:
-    """Skips, and says what is missing, where slime is not at hand (docs/slime.md)."""
-    names = ("SLIME_TANDEM_SLIME", "SLIME_TANDEM_MEGATRON", "SLIME_TANDEM_SLIME_PYTHON")
-    found = [os.environ.get(name) for name in names]
-    missing = [name for name, value in zip(names, found, strict=True) if not value]
-    if missing:
-        pytest.skip(f"not set: {', '.join(missing)} (docs/slime.md, Tests)")
-    slime, megatron, python = map(str, found)
-    return SlimeHere(Path(slime), Path(megatron), python)
-
-
 @pytest.fixture(scope="session")
 def run_there(slime_here: SlimeHere) -> Callable[..., str]:
     """Run pytest in slime's Python; its output, or a failure with it."""
@@ -128,7 +98,12 @@ def run_there(slime_here: SlimeHere) -> Callable[..., str]:
     def run(*arguments: str, cwd: Path, **variables: str) -> str:
         command = [slime_here.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(
-            command, cwd=cwd, env={**slime_here.environment(), **variables}, capture_output=True, text=True, timeout=900
+            command,
+            cwd=cwd,
+            env={**slime_here.environment(), **variables},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
         return done.stdout

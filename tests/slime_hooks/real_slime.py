@@ -516,7 +516,12 @@ def test_spec_cut_by_context_or_tensor_is_the_whole_model(tmp_path: Path) -> Non
         )
         for rank in range(2)
     ]  # fmt: skip
-    for process in processes:
-        out, _ = process.communicate(timeout=120)
+    try:
+        told = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, out in zip(processes, told, strict=True):
         assert process.returncode == 0, out[-3000:]
         assert "agree with one process" in out

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ..waiting import PATIENCE_S
+
 HERE = Path(__file__).parent
 PATHS = {
     "CUSTOM_GENERATE_FUNCTION_PATH": "hooks.generate",
@@ -57,10 +59,11 @@ def test_loss_of_slime_is_the_local_trainers_over_real_ranks(world: int, slime_h
         for rank in range(world)
     ]  # fmt: skip
     try:
-        codes = [rank.wait(timeout=600) for rank in ranks]
+        codes = [rank.wait(timeout=PATIENCE_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
     logs = [Path(file.name).read_text() for file in files]
     for file in files:
         file.close()

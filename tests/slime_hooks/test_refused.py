@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -85,9 +84,8 @@ def test_a_remedy_is_true() -> None:
     assert "without a plan" in instead_of("--rollout-data-postprocess-path", hook=True, of_model=False)
 
 
-@pytest.mark.skipif("SLIME_TANDEM_SLIME" not in os.environ, reason="needs SLIME_TANDEM_SLIME, the sources of slime")
-def test_slime_has_every_flag_of_the_list() -> None:
-    slime = Path(os.environ["SLIME_TANDEM_SLIME"]) / "slime"
+def test_slime_has_every_flag_of_the_list(slime_here: Any) -> None:
+    slime = slime_here.slime / "slime"
     files = [slime / "utils" / "arguments.py", *(slime / "backends" / "sglang_utils").glob("*.py")]
     known = {flag for file in files for flag in re.findall(r"--[a-z0-9-]+", file.read_text())}
     assert set(FLAGS) - known == {"--use-critic"}, "an argument that slime itself sets, with --advantage-estimator ppo"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -342,20 +341,13 @@ def test_the_command_writes_files_that_a_shell_and_yaml_can_read(
     assert cli.main(["config", "--check", str(tmp_path / "c.yaml"), "--", "--lr", "1"]) == 2
 
 
-@pytest.mark.skipif("SLIME_DIR" not in os.environ, reason="needs SLIME_DIR, a checkout of slime")
-def test_rewards_are_slimes() -> None:
-    hub = (Path(os.environ["SLIME_DIR"]) / "slime" / "rollout" / "rm_hub" / "__init__.py").read_text()
+def test_rewards_are_slimes(slime_here: Any) -> None:
+    hub = (slime_here.slime / "slime" / "rollout" / "rm_hub" / "__init__.py").read_text()
     assert tuple(re.findall(r'rm_type == "(\w+)"', hub)) == RM_TYPES
     assert 'rm_type.startswith("boxed_")' in hub
 
 
-@pytest.mark.skipif(
-    not {"SLIME_DIR", "MEGATRON_LM_DIR", "SLIME_TANDEM_SLIME_PYTHON"} <= os.environ.keys(),
-    reason="needs SLIME_DIR and MEGATRON_LM_DIR (checkouts) and SLIME_TANDEM_SLIME_PYTHON (has sglang, sglang_router, ray)",
-)
-def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> None:
-    path = [str(Path(__file__).parents[2]), os.environ["SLIME_DIR"], os.environ["MEGATRON_LM_DIR"]]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("SLIME_TANDEM_SLIME_PATH", "")])}
+def test_slimes_real_parser_knows_every_flag(slime_here: Any, sized: Sized, tmp_path: Path) -> None:
     config = sized(
         objective={"kl_coef": 0.1},
         sampling={"stop": ["x"]},
@@ -383,17 +375,23 @@ def test_slimes_real_parser_knows_every_flag(sized: Sized, tmp_path: Path) -> No
     ).flags
     flags = [*flags, *plan(sized(models={"senior": "llama3.1-8B"}, cluster={"tensor_parallel": 2}), tmp_path).flags]
     flags += plan(sized(models={"senior": "qwen2.5-7B"}, cluster={"tensor_parallel": 2}), tmp_path).flags
-    python = [os.environ["SLIME_TANDEM_SLIME_PYTHON"], "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser"]
+    python = [slime_here.python, "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser"]
     done = subprocess.run(
-        [*python, *flags, "--rollout-temprature", "1"], env=env, capture_output=True, text=True, check=False
+        [*python, *flags, "--rollout-temprature", "1"],
+        env=slime_here.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "slime knows nothing of: --rollout-temprature 1"
     launch = plan(sized(objective={"kl_coef": 0.1}), tmp_path)
     launch.write()
-    done = subprocess.run([*python, *launch.flags], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*python, *launch.flags], env=slime_here.environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     refused = [*python, *launch.flags, "--use-unbiased-kl"]
-    done = subprocess.run(refused, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(refused, env=slime_here.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "hooks refuse --use-unbiased-kl=True" in done.stderr

@@ -24,6 +24,8 @@ from slime_tandem.slime_launch.memory import (
 )
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
+from ..waiting import PATIENCE_S
+
 TOY = Architecture("llama", 2, 4, 2, 1, 2, 8, 10, 1e-5, 64, False, ())
 """H 4, two heads of 2, one KV head, MLP 8, vocabulary 10, two layers, untied."""
 
@@ -99,7 +101,7 @@ def test_megatron_allocates_what_is_estimated() -> None:
     """The real model, buffers and optimizer of one rank, without memory; alone and cut over two of four ranks."""
     script = Path(__file__).parents[2] / "scripts" / "slime" / "measure_memory.py"
     command = [sys.executable, "-W", "ignore", str(script), "qwen3-0.6B:1:1", "qwen2.5-0.5B:2:4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     ratios = [json.loads(line)["to_estimate"] for line in done.stdout.splitlines()]
     parts = ("parameters", "weights", "gradients", "optimizer")

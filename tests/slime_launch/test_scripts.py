@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import pytest
 import yaml
 
 from slime_tandem.slime_launch.user_flags import split
+
+from ..waiting import PATIENCE_S, wait_until
 
 REPO = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -83,7 +84,7 @@ def run(variables: dict[str, str]) -> Run:
             env=env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
 
@@ -344,12 +345,10 @@ def test_an_interrupt_stops_the_job_and_the_ray(
     env = {**os.environ, **variables, "DRY_RUN": "0"}
     script = REPO / "scripts" / "train" / "submit_slime.sh"
     process = subprocess.Popen(["bash", str(script), str(launch)], env=env, start_new_session=True)
-    end = time.monotonic() + 60
-    while not (tmp_path / "submitted").exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_until((tmp_path / "submitted").exists)
     # A scheduler signals the script alone, Ctrl-C the whole foreground group.
     (os.kill if alone else os.killpg)(process.pid, number)
-    assert process.wait(timeout=30) == 128 + number  # the job would have taken 60 s
+    assert process.wait(timeout=PATIENCE_S) == 128 + number  # the job would have gone on
     words = (tmp_path / "submitted").read_text().split("\0")
     assert words[words.index("--submission-id") + 1] in (tmp_path / "stopped").read_text()
     assert not alive(int((tmp_path / "ray.pid").read_text()))

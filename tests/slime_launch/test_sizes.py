@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,10 +60,9 @@ DIFFERENT = {  # where slime 624b824a's file is not the published config, and wh
 }
 
 
-@pytest.mark.skipif("SLIME_DIR" not in os.environ, reason="SLIME_DIR names no checkout of slime")
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_slimes_own_files_say_the_same(name: str) -> None:
-    file = Path(os.environ["SLIME_DIR"]) / "scripts" / "models" / f"{SLIMES_NAMES.get(name, name)}.sh"
+def test_slimes_own_files_say_the_same(name: str, slime_here: Any) -> None:
+    file = slime_here.slime / "scripts" / "models" / f"{SLIMES_NAMES.get(name, name)}.sh"
     if not file.exists():
         pytest.skip(f"slime has no {file.name}")
 

@@ -170,7 +170,7 @@ def test_an_environment_that_misbehaves_is_named(
     [
         "import threading\ndef f(prompt, chat): threading.Event().wait()",
         "import asyncio\nasync def f(prompt, chat): await asyncio.Event().wait()",
-        "import time\nasync def f(prompt, chat): time.sleep(1.0)",  # a coroutine that blocks its event loop
+        "import time\nasync def f(prompt, chat): time.sleep(3.0)",  # a coroutine that blocks its event loop
     ],
 )
 def test_an_environment_that_hangs_fails_its_response_alone(
@@ -179,7 +179,7 @@ def test_an_environment_that_hangs_fails_its_response_alone(
     """Two tasks, one of which never answers: the other's response is written, and the loop is not held up."""
     name = own(f"hangs_{abs(hash(body))}", body)
     specs = [TaskSpec(family="chain_sum", environment=e) for e in (name, "calculator")]
-    environments = Environments(specs, student, timeout_s=0.05)
+    environments = Environments(specs, student, timeout_s=0.5)
     prompts = [Prompt(f"p/{i}", PROMPT.messages, None, "t", {"spec": i}) for i in (0, 1)]
     writers = [begun(student, prompt) for prompt in prompts]
     said = [(*student.encode(text), student.end_of_turn) for text in ("2+3 =6;", "5;")]
@@ -195,7 +195,7 @@ def test_an_environment_that_hangs_fails_its_response_alone(
     assert isinstance(whole, TandemSample)
     assert whole.text == "2+3 =6;5;"
     assert isinstance(failed, FailedSample)
-    told = rf"environment {name} at prompt p/0='none': expected an answer within engine\.environment_timeout_s=0\.05"
+    told = rf"environment {name} at prompt p/0='none': expected an answer within engine\.environment_timeout_s=0\.5"
     with pytest.raises(EngineError, match=rf"(?s)could not be written='1 of 2'.*{told}"):
         successful([failed, whole], "stop")
     assert successful([failed, whole], "drop_sample") == [whole]

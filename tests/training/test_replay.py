@@ -15,8 +15,6 @@ import torch
 
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.processes import ServerProcess
-from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import DataError
 from slime_tandem.local.run import train
 from slime_tandem.megatron.policy import MegatronPolicy
@@ -28,6 +26,8 @@ from slime_tandem.team.team import Team
 from slime_tandem.training.replay import replay_of
 from slime_tandem.training.rows import TrainRow
 from slime_tandem.training.trainer import Trainer
+
+from ..in_process import ThreadServer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -41,10 +41,9 @@ PROMPTS = [[5, 9, 30 + i, 60, 100 + i] for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def server(trio: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("replay") / "log.txt"
-    with ServerProcess(trio.senior, ServeOptions(cache_tokens=4096), log_file=log) as process:
-        yield process
+def server(trio: Any) -> Iterator[ThreadServer]:
+    with ThreadServer(trio.senior) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def policy(trio: Any) -> MegatronPolicy:
     return MegatronPolicy.from_hf(trio.senior, None, threads=1)
 
 
-def ask(server: ServerProcess, **changes: Any) -> list[GenerateResult]:
+def ask(server: ThreadServer, **changes: Any) -> list[GenerateResult]:
     async def main() -> list[GenerateResult]:
         requests = [
             GenerateRequest(f"r{i}", tuple(ids), 16, sampling_seed=i, **changes) for i, ids in enumerate(PROMPTS)
@@ -85,7 +84,7 @@ def log_ratios(policy: MegatronPolicy, rows: list[TrainRow], temperature: float,
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_ratio_is_one_with_replay_and_biased_without(
-    name: str, server: ServerProcess, policy: MegatronPolicy
+    name: str, server: ThreadServer, policy: MegatronPolicy
 ) -> None:
     cut = {**SETTINGS[name]}
     temperature = cut.pop("temperature", 1.0)
@@ -109,7 +108,7 @@ def test_the_ratio_is_one_with_replay_and_biased_without(
     assert biased.mean() < 0.97
 
 
-def test_kept_lists_are_what_was_drawn_from(server: ServerProcess) -> None:
+def test_kept_lists_are_what_was_drawn_from(server: ThreadServer) -> None:
     [first, *_] = ask(server, top_k=7, truncated_logprobs=True, top_logprobs_num=7)
     assert [set(ids) for ids in first.kept_ids] == [{i for _, i in top} for top in first.output_top_logprobs]
     for value, ids, token, top in zip(
@@ -121,7 +120,7 @@ def test_kept_lists_are_what_was_drawn_from(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("mode", ["kept_ids", "recompute"])
-def test_the_trainer_replays(mode: str, server: ServerProcess, trio: Any) -> None:
+def test_the_trainer_replays(mode: str, server: ThreadServer, trio: Any) -> None:
     config = RunConfig.load(
         overrides=[
             "sampling.top_p=0.8", "sampling.top_k=20", f"sampling.truncation_replay={mode}", "opd.enabled=false",
@@ -153,16 +152,17 @@ def test_the_trainer_replays(mode: str, server: ServerProcess, trio: Any) -> Non
     assert log_ratios(reference, junior, 1.0, replay).abs().max() < 1e-5
 
 
-def test_rows_without_lists_are_refused(server: ServerProcess) -> None:
+def test_rows_without_lists_are_refused(server: ThreadServer) -> None:
     rows = rows_of(ask(server, top_k=5))
     with pytest.raises(DataError, match=r"kept_ids of .* 16, one per response token.*recompute"):
         replay_of(SamplingConfig(top_k=5), rows, torch.device("cpu"))
 
 
 def test_a_co_written_run_trains_on_truncated_samples(
-    trio: Any, side_url: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trio: Any, side_url: Callable[[str], str], running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Junior tokens carry weight: their ratios are of the full distribution, the senior's of the truncated one."""
+    senior = running(ThreadServer(trio.senior))
     config = RunConfig.from_mapping(
         {
             "name": "r",
@@ -174,7 +174,7 @@ def test_a_co_written_run_trains_on_truncated_samples(
             "opd": {"enabled": False},
             "train": {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 3, "threads": 1},
             "eval": {"prompts": 1},
-            "engine": {"cache_tokens": 4096, "junior_url": side_url("junior")},
+            "engine": {"cache_tokens": 4096, "junior_url": side_url("junior"), "senior_url": senior.url},
         }
     )
     asked: dict[int, bool] = {}

@@ -17,6 +17,8 @@ from slime_tandem.engines.embedded.server import Server, served_model
 from slime_tandem.errors import EngineUnavailableError, ModelError
 from slime_tandem.models.hf import load_model, load_tokenizer
 
+from ...waiting import PATIENCE_S
+
 JobFactory = Callable[..., Job]
 RunnerFactory = Callable[..., Runner]
 
@@ -119,7 +121,7 @@ def test_a_broken_engine_thread_is_reported_to_everyone(
         response = await client.post("/generate", json={"input_ids": [5]})
         assert response.status == 500
         assert "a bug of ours" in (await response.json())["error"]["message"]
-        await asyncio.wait_for(died.wait(), 10)
+        await asyncio.wait_for(died.wait(), PATIENCE_S)
         assert (await client.get("/health")).status == 503
         assert (await client.post("/generate", json={"input_ids": [5]})).status == 503
 

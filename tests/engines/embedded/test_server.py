@@ -22,12 +22,14 @@ from slime_tandem.errors import EngineRejectedError
 from slime_tandem.models.hf import load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
+from ...in_process import ThreadServer
+
 TOLERANCE = 1e-5
 VOCAB, CONTEXT, BOS, EOS = 304, 256, 0, 1
 
 
 def http(
-    server: ServerProcess, path: str, body: Any = None, method: str | None = None, key: str = ""
+    server: ThreadServer | ServerProcess, path: str, body: Any = None, method: str | None = None, key: str = ""
 ) -> tuple[int, Any]:
     """(status, parsed JSON or text) of one plain request; POST if there is a body."""
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
@@ -46,7 +48,7 @@ def http(
         return status, raw.decode()
 
 
-def with_client(server: ServerProcess, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+def with_client(server: ThreadServer, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         async with EngineClient(server.url, max_retries=0) as client:
             return await use(client)
@@ -54,7 +56,7 @@ def with_client(server: ServerProcess, use: Callable[[EngineClient], Awaitable[A
     return asyncio.run(main())
 
 
-def generate(server: ServerProcess, *requests: GenerateRequest) -> list[GenerateResult]:
+def generate(server: ThreadServer, *requests: GenerateRequest) -> list[GenerateResult]:
     return with_client(server, lambda client: client.generate(requests))  # type: ignore[no-any-return]
 
 
@@ -71,7 +73,7 @@ def prompts(n: int, seed: int) -> list[list[int]]:
     return [rng.integers(2, VOCAB, rng.integers(1, 40)).tolist() for _ in range(n)]
 
 
-def test_log_probs_over_http_equal_transformers(server: ServerProcess, references: dict[str, Any]) -> None:
+def test_log_probs_over_http_equal_transformers(server: ThreadServer, references: dict[str, Any]) -> None:
     requests = []
     for i, ids in enumerate(prompts(12, seed=1)):
         start = (-1, 0, len(ids) - 1)[i % 3]
@@ -100,7 +102,7 @@ def test_log_probs_over_http_equal_transformers(server: ServerProcess, reference
         assert len(got.output_top_logprobs) == (len(got.output_ids) if asked.top_logprobs_num else 0)
 
 
-def test_single_batched_and_concurrent_calls_agree(server: ServerProcess) -> None:
+def test_single_batched_and_concurrent_calls_agree(server: ThreadServer) -> None:
     requests = [request(f"r{i}", ids, 10, i) for i, ids in enumerate(prompts(40, seed=2))]
     batched = generate(server, *requests)
     single = [generate(server, r)[0] for r in requests[:5]]
@@ -113,7 +115,7 @@ def test_single_batched_and_concurrent_calls_agree(server: ServerProcess) -> Non
     assert all(map(same, batched[:5], single))
 
 
-def test_the_answer_has_sglangs_form(server: ServerProcess, folders: dict[str, Path]) -> None:
+def test_the_answer_has_sglangs_form(server: ThreadServer, folders: dict[str, Path]) -> None:
     body = {
         "input_ids": [5, 6, 7],
         "rid": "x",
@@ -153,7 +155,7 @@ def test_the_answer_has_sglangs_form(server: ServerProcess, folders: dict[str, P
     assert "output_token_logprobs" not in answer["meta_info"]
 
 
-def test_batch_forms(server: ServerProcess) -> None:
+def test_batch_forms(server: ThreadServer) -> None:
     shared = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
     status, batch = http(server, "/generate", {"input_ids": [[5, 6], [7]], "rid": "b", "sampling_params": shared})
     assert status == 200
@@ -166,7 +168,7 @@ def test_batch_forms(server: ServerProcess) -> None:
     assert one["output_ids"] == many[0]["output_ids"]
 
 
-def test_scoring_alone(server: ServerProcess, references: dict[str, Any]) -> None:
+def test_scoring_alone(server: ThreadServer, references: dict[str, Any]) -> None:
     ids = list(range(20, 50))
     [got] = generate(server, request("s", ids, 0, logprob_start_len=9))
     want = [references["llama"].log_probs(ids)[i - 1, ids[i]].item() for i in range(10, 30)]
@@ -174,7 +176,7 @@ def test_scoring_alone(server: ServerProcess, references: dict[str, Any]) -> Non
     assert (got.output_ids, got.finish_reason) == ((), "length")
 
 
-def test_eos_ends_an_answer_unless_ignored(server: ServerProcess) -> None:
+def test_eos_ends_an_answer_unless_ignored(server: ThreadServer) -> None:
     def call(ignore: bool) -> Any:
         shared = {"max_new_tokens": 100, "temperature": 4.0, "ignore_eos": ignore}
         params = [{**shared, "sampling_seed": i} for i in range(32)]
@@ -192,7 +194,7 @@ def test_eos_ends_an_answer_unless_ignored(server: ServerProcess) -> None:
             assert b["output_ids"] == want
 
 
-def test_stops_and_what_the_text_shows(server: ServerProcess, folders: dict[str, Path]) -> None:
+def test_stops_and_what_the_text_shows(server: ThreadServer, folders: dict[str, Path]) -> None:
     decode = load_tokenizer(folders["llama"]).decode
     base = {"max_new_tokens": 24, "sampling_seed": 5, "ignore_eos": True, "skip_special_tokens": False}
 
@@ -219,7 +221,7 @@ def test_stops_and_what_the_text_shows(server: ServerProcess, folders: dict[str,
     assert by_regex["output_ids"] == ids[: next(i for i in range(1, 25) if needle[0] in decode(ids[:i]))]
 
 
-def test_sessions_append_cut_and_close(server: ServerProcess) -> None:
+def test_sessions_append_cut_and_close(server: ThreadServer) -> None:
     async def talk(client: EngineClient) -> None:
         name = await client.open_session()
         first = [11, 12, 13, 14]
@@ -264,7 +266,7 @@ def test_sessions_append_cut_and_close(server: ServerProcess) -> None:
     with_client(server, talk)
 
 
-def test_abort_answers_with_what_was_written(server: ServerProcess) -> None:
+def test_abort_answers_with_what_was_written(server: ThreadServer) -> None:
     async def run(client: EngineClient) -> list[GenerateResult]:
         # Never ends by itself before 240 tokens: sampling hits no stop id, EOS is 1 in 304.
         waiting = [asyncio.create_task(client.generate([request(f"long-{i}", [5, 6], 250, i)])) for i in range(24)]
@@ -283,7 +285,7 @@ def test_abort_answers_with_what_was_written(server: ServerProcess) -> None:
     assert http(server, "/abort_request", {"abort_all": True})[0] == 200
 
 
-def test_a_client_that_goes_away_frees_its_rows(server: ServerProcess) -> None:
+def test_a_client_that_goes_away_frees_its_rows(server: ThreadServer) -> None:
     async def run(client: EngineClient) -> list[GenerateResult]:
         gone = asyncio.create_task(client.generate([request(f"gone-{i}", [5, i], 250) for i in range(2, 100)]))
         await asyncio.sleep(0.2)
@@ -295,7 +297,7 @@ def test_a_client_that_goes_away_frees_its_rows(server: ServerProcess) -> None:
     assert with_client(server, run)[0].finish_reason in ("length", "stop")
 
 
-def test_information_and_health(server: ServerProcess, folders: dict[str, Path]) -> None:
+def test_information_and_health(server: ThreadServer, folders: dict[str, Path]) -> None:
     for path in ("/model_info", "/get_model_info"):
         status, info = http(server, path)
         assert status == 200
@@ -376,7 +378,7 @@ BAD_PARAMS = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_requests_are_refused_by_name(case: str, server: ServerProcess) -> None:
+def test_bad_requests_are_refused_by_name(case: str, server: ThreadServer) -> None:
     body, field = BAD[case]
     status, answer = http(server, "/generate", body)
     assert status == 400
@@ -385,7 +387,7 @@ def test_bad_requests_are_refused_by_name(case: str, server: ServerProcess) -> N
     assert "Remedy:" in message
 
 
-def test_bad_sampling_parameters_are_refused_by_name_and_the_server_lives(server: ServerProcess) -> None:
+def test_bad_sampling_parameters_are_refused_by_name_and_the_server_lives(server: ThreadServer) -> None:
     for name, values in BAD_PARAMS.items():
         for value in values:
             status, answer = http(server, "/generate", {"input_ids": [5], "sampling_params": {name: value}})
@@ -451,7 +453,8 @@ def test_weight_updates_and_the_key(
                 check((await client.generate([job]))[0], "other", "step-1")
             # Requests on both sides of an update: each is answered whole under one version, in order.
             before = asyncio.create_task(client.generate([request(f"b{i}", [5, i], 60, i) for i in range(2, 6)]))
-            await asyncio.sleep(0.05)
+            for _ in range(5):  # when these are answered, the server has long read the others
+                await client.model_info()
             update = asyncio.create_task(client.update_weights_from_disk(str(folders["llama"]), "step-3"))
             assert {r.weight_version for r in await before} == {"step-1"}
             await update

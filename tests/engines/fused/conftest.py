@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.fused import launch
 from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang
 from slime_tandem.models.hf import load_model, quiet_transformers
 from slime_tandem.rollout.boundaries import boundary_ids
@@ -228,6 +230,14 @@ def sglang_python() -> str:
     return python
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _asked_once() -> Iterator[None]:
+    """What SGLang a Python has does not change: to ask it takes a process that imports torch, for every server anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "preflight", cache(launch.preflight))
+        yield
+
+
 @pytest.fixture(scope="session", params=list(SERVERS))
 def engine(
     request: pytest.FixtureRequest,
@@ -255,7 +265,7 @@ def engine(
     try:
         yield Engine(request.param, kind, server, Reference.load(senior, junior), folders, ranks)
     finally:
-        server.stop()
+        server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here
 
 
 @pytest.fixture

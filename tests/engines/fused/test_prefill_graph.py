@@ -7,6 +7,8 @@ from pathlib import Path
 
 from slime_tandem.engines.fused.launch import environment
 
+from ...waiting import PATIENCE_S
+
 
 def test_a_replay_knows_its_requests_and_hands_on_the_report(sglang_python: str) -> None:
     """And the two stacks of layers are one module, whose parameters keep their names."""
@@ -16,7 +18,7 @@ def test_a_replay_knows_its_requests_and_hands_on_the_report(sglang_python: str)
         env=environment({"PATH": "/usr/bin:/bin"}, cuda=False),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "all cases hold" in done.stdout

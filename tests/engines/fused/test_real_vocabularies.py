@@ -58,8 +58,11 @@ def test_tables_of_a_real_tokenizer(
         sglang=Sglang(sglang_python, args=("--skip-tokenizer-init", "--max-total-tokens", "4096")),
         log_file=tmp_path / "log",
     )
-    with server:
+    server.start()
+    try:
         samples = asyncio.run(write(server.url))
+    finally:
+        server.stop(timeout_s=1.0)
     ended = 0
     for sample, rule in zip(samples, rules, strict=True):
         assert len(sample.response_ids) == 40

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
+
+from ...waiting import PATIENCE_S
 
 PROMPT = Prompt("p", (), None, "t")
 only = pytest.mark.parametrize
@@ -205,7 +208,17 @@ def test_aborted_responses_resume_where_they_stopped(
             await client.abort(f"{writer.key.seed}-{writer.key.rollout_id}-{writer.key.sample_index}-0")
         return list(await task)
 
-    for after_s in (0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # long enough on a busy machine, short enough on a fast one
+    for after_s in (
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        32.0,
+        64.0,
+    ):  # for a busy machine and a fast one
         cut_off = engine.run(lambda client, after_s=after_s: cut(client, after_s))
         if any(s.finish_reason == "abort" and s.response_ids for s in cut_off):
             break
@@ -330,6 +343,24 @@ def test_a_model_with_missing_weights_does_not_start(
     )
 
 
+@pytest.fixture(scope="module")
+def sender(sglang_python: str) -> Iterator[Callable[..., None]]:
+    """`sender(url=, way=, file=, ranks=)`: the process of send_weights.py, which has imported SGLang, sends."""
+    script = str(Path(__file__).with_name("send_weights.py"))
+    process = subprocess.Popen([sglang_python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def send(**order: Any) -> None:
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        while (line := process.stdout.readline()) != "sent\n":  # what SGLang prints itself comes before
+            assert line, f"send_weights.py ended with {process.wait()}"
+
+    yield send
+    process.communicate(timeout=PATIENCE_S)
+
+
 @only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
 def test_weights_from_a_trainers_memory(
     engine: Any,
@@ -337,7 +368,7 @@ def test_weights_from_a_trainers_memory(
     tables: dict[str, frozenset[int]],
     prompts: Prompts,
     tmp_path: Path,
-    sglang_python: str,
+    sender: Callable[..., None],
 ) -> None:
     """Each of SGLang's ways without a disk: the senior by plain names, the junior behind its prefix, both in one update."""
     folder, reference = engine.folder, type(engine.reference)
@@ -349,8 +380,7 @@ def test_weights_from_a_trainers_memory(
             for name, weight in load_file(folder(source) / "model.safetensors").items()
         }
         save_file(sent, tmp_path / "sent.safetensors")
-        script = [sglang_python, Path(__file__).with_name("send_weights.py"), engine.server.url, way]
-        subprocess.run([*script, tmp_path / "sent.safetensors", way, str(engine.ranks)], check=True, timeout=200)
+        sender(url=engine.server.url, way=way, file=str(tmp_path / "sent.safetensors"), ranks=engine.ranks)
 
     def check(senior: str, junior: str, version: str) -> None:
         writers = [make_writer(make_rule("word", tables), tokens, p, i) for i, p in enumerate(prompts(3, 15, 12))]
@@ -428,7 +458,7 @@ def test_what_is_touched_inside_sglang_is_still_there(sglang_python: str) -> Non
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=PATIENCE_S,
         cwd=root,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
