@@ -47,7 +47,7 @@ mkdir -p "$work/source/slime"
 cp -r "$slime"/{slime,slime_plugins,train.py,train_async.py} "$work/source/slime/"
 mkdir -p "$work/source/repo/scripts"
 cp -r "$repo/slime_tandem" "$work/source/repo/"
-cp -r "$repo/scripts/slime" "$work/source/repo/scripts/"
+cp -r "$repo"/scripts/{slime,benchmarks} "$work/source/repo/scripts/"
 cp -r "$models" "$work/source/models"
 cp "$prompts" "$work/source/prompts.jsonl"
 find "$work" -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -58,6 +58,15 @@ def arguments():
     parser.add_argument("--standard-spec", action="store_true", help="Megatron's layer with Transformer Engine")
     parser.add_argument("--fraction", type=float, default=0.3, help="memory of the GPU for the senior's server")
     parser.add_argument("--side-fraction", type=float, default=0.15, help="the same, junior's and teacher's each")
+    parser.add_argument("--plain", action="store_true", help="slime alone: its GRPO, none of our hooks, one model")
+    parser.add_argument("--no-junior", action="store_true", help="the senior writes alone")
+    parser.add_argument("--no-teacher", action="store_true", help="no distillation")
+    parser.add_argument("--rm-type", help="slime's own reward (e.g. random) instead of this package's")
+    parser.add_argument("--context", type=int, default=512, help="context of the servers, tokens")
+    parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="tokens of a micro-batch of the trainer")
+    parser.add_argument("--pool-tokens", type=int, default=131072, help="KV pool of each server, tokens")
+    parser.add_argument("--no-dump", action="store_true", help="keep no rollouts for compare_loss.py")
+    parser.add_argument("--side-prefill", type=int, help="tokens of a prefill of junior's and teacher's servers")
     parser.add_argument("--limit", type=float, default=3600, help="seconds until train.py is ended")
     parser.add_argument("--entry", default="train.py", help="train_async.py with slime's fully_async rollout")
     parser.add_argument("extra", nargs="*", help="more flags for slime, after --")
@@ -87,8 +96,10 @@ def settings(a, urls):
     """Our section for --custom-config-path."""
     tree = {
         "models": {role: str(a.models / role) for role in ("junior", "teacher")},
-        "tandem": {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5},
-        "opd": {
+        "tandem": {"enabled": not a.no_junior, "selection_strategy": "word", "prob_senior": 0.5},
+        "opd": {"enabled": False}
+        if a.no_teacher
+        else {
             "enabled": True,
             "coef": 0.2,
             "selection": {"selector": "teachability_entropy", "ratio": 0.5, "top_k": 8},
@@ -116,7 +127,7 @@ def server_flags(a):
         return flags, ["disable-cuda-graph", "sleep-on-idle"]
     flags = {
         "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-        "dtype": "bfloat16", "cuda-graph-max-bs": 64, "max-total-tokens": 131072, "max-running-requests": 128,
+        "dtype": "bfloat16", "cuda-graph-max-bs": 64, "max-total-tokens": a.pool_tokens, "max-running-requests": 128,
     }  # fmt: skip
     return flags, ["disable-piecewise-cuda-graph"]
 
@@ -124,6 +135,24 @@ def server_flags(a):
 def asynchronous(a):
     """Trainer and senior have GPUs of their own, and work at the same time."""
     return a.entry == "train_async.py"
+
+
+def hook_flags(config):
+    """What names our hooks, but for the reward."""
+    return (
+        "--custom-config-path", config,
+        "--data-source-path", "slime_tandem.slime_hooks.data_source.MessagesDataSource",
+        "--custom-generate-function-path", f"{HOOKS}.generate",
+        "--rollout-sample-hook-path", f"{HOOKS}.score_sample",
+        "--custom-reward-post-process-path", f"{HOOKS}.reward_post_process",
+        "--custom-rollout-log-function-path", f"{HOOKS}.log_rollout",
+        "--custom-eval-rollout-log-function-path", f"{HOOKS}.log_eval",
+        "--custom-megatron-init-path", f"{HOOKS}.megatron_init",
+        "--custom-advantage-function-path", f"{HOOKS}.advantages",
+        "--rollout-data-postprocess-path", f"{HOOKS}.data_post_process",
+        "--custom-megatron-before-train-step-hook-path", f"{HOOKS}.before_train_step",
+        "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HOOKS}.loss",
+    )  # fmt: skip
 
 
 def slime_flags(a, config):
@@ -145,7 +174,7 @@ def slime_flags(a, config):
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", a.pp, "--context-parallel-size", a.cp,
         "--expert-model-parallel-size", 1, "--expert-tensor-parallel-size", 1,
         *(("--sequence-parallel",) if a.tp > 1 else ()),
-        "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096,
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", a.tokens_per_gpu,
         "--prompt-data", a.prompts, "--input-key", "prompt", "--label-key", "label", "--apply-chat-template",
         "--rollout-shuffle", "--num-rollout", a.steps, "--rollout-batch-size", a.prompts_per_step,
         "--n-samples-per-prompt", a.group, "--global-batch-size", a.prompts_per_step * a.group // a.updates,
@@ -155,21 +184,10 @@ def slime_flags(a, config):
         "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--override-opt-param-scheduler",
         "--weight-decay", 0.0,
         "--adam-beta1", 0.9, "--adam-beta2", 0.95,
-        "--custom-config-path", config,
-        "--data-source-path", "slime_tandem.slime_hooks.data_source.MessagesDataSource",
-        "--custom-generate-function-path", f"{HOOKS}.generate",
-        "--rollout-sample-hook-path", f"{HOOKS}.score_sample",
-        "--custom-rm-path", f"{HOOKS}.reward",
-        "--custom-reward-post-process-path", f"{HOOKS}.reward_post_process",
-        "--custom-rollout-log-function-path", f"{HOOKS}.log_rollout",
-        "--custom-eval-rollout-log-function-path", f"{HOOKS}.log_eval",
-        "--custom-megatron-init-path", f"{HOOKS}.megatron_init",
-        "--custom-advantage-function-path", f"{HOOKS}.advantages",
-        "--rollout-data-postprocess-path", f"{HOOKS}.data_post_process",
-        "--custom-megatron-before-train-step-hook-path", f"{HOOKS}.before_train_step",
-        "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HOOKS}.loss",
-        "--dump-details", a.work / "dump",
-        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(512, positions),
+        *(() if a.plain else hook_flags(config)),
+        *(("--rm-type", a.rm_type) if a.rm_type else () if a.plain else ("--custom-rm-path", f"{HOOKS}.reward")),
+        *(() if a.no_dump else ("--dump-details", a.work / "dump")),
+        "--sglang-mem-fraction-static", a.fraction, "--sglang-context-length", min(a.context, positions),
         "--sglang-server-concurrency", 128, "--sglang-log-level", "warning", *sglang,
     ]  # fmt: skip
     # Megatron's output layer would need Apex for it, with either spec (tensor_parallel/layers.py:940).
@@ -223,12 +241,19 @@ def environment(a):
     return out
 
 
+def side_roles(a):
+    """Roles with a server beside slime's own."""
+    junior = not (a.plain or a.fused or a.no_junior)
+    return (("junior",) if junior else ()) + (() if a.plain or a.no_teacher else ("teacher",))
+
+
 def side_servers(a, env):
     """Servers of junior and teacher, not yet started, by setting."""
     from slime_tandem.engines.processes import ServerProcess
     from slime_tandem.engines.sglang import SglangProcess
 
     flags, switches = server_flags(a)
+    flags |= {"context-length": a.context, **({"chunked-prefill-size": a.side_prefill} if a.side_prefill else {})}
     extra = [x for name, value in flags.items() if name != "device" for x in (f"--{name}", str(value))]
     extra += [f"--{name}" for name in switches] + [
         "--mem-fraction-static",
@@ -237,7 +262,7 @@ def side_servers(a, env):
         "warning",
     ]
     out = {}
-    for role in ("teacher",) if a.fused else ("junior", "teacher"):
+    for role in side_roles(a):
         log = a.work / f"{role}.log"
         if a.embedded:
             out[f"{role}_url"] = ServerProcess(str(a.models / role), log_file=log)
@@ -292,7 +317,8 @@ def main():
     a = arguments()
     a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
     needed = [a.slime / a.entry, a.megatron / "megatron", a.prompts, *filter(None, [a.eval_prompts])]
-    needed += [a.models / role / "config.json" for role in ("senior", "junior", "teacher")]
+    roles = {"senior", *side_roles(a), *(("junior",) if a.fused else ())}
+    needed += [a.models / role / "config.json" for role in sorted(roles)]
     for path in needed:  # before any server starts
         if not path.exists():
             sys.exit(

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""Seconds and memory of slime's whole step at real size, plain and with this package, each in slime's unmodified train.py.
+
+    slime_step.py --slime SLIME --megatron MEGATRON --tokenizers TOKENIZERS --prompts FILE --work DIR --out FILE.json \
+        --sizes senior=qwen3-4b,junior=qwen3-0.6b,teacher=llama-3b --runs plain fused_opd
+
+Every run starts scripts/slime/real_run.py with the same prompts, lengths and samples. The models have random weights
+(scale_models.py); the reward is drawn at random (slime's `--rm-type random`), so that every arm has gradients. The table has
+medians of the steps behind `--warmup`, the JSON every step. Memory is sampled per process (nvidia-smi), CPU seconds of the
+rollout manager by its process.
+
+plain: slime's own GRPO. tandem_*: with a junior, on a server of its own or fused. opd: a teacher's sampled-token signal.
+*_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+SLIME = REPO / "scripts" / "slime"
+SELECTS = ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=8"]
+SAMPLED = ["opd.selection.selector=pure_opd", "opd.selection.ratio=1.0", "opd.selection.top_k=16"]
+REST = [*SELECTS, "opd.selection.missing_mass=rest"]
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "plain": (["--plain"], []),
+    "hooks": (["--no-junior", "--no-teacher"], []),
+    "opd": (["--no-junior"], SAMPLED),
+    "opd_rest": (["--no-junior"], REST),
+    "opd_selection": (["--no-junior"], SELECTS),
+    "tandem_two": (["--no-teacher"], []),
+    "tandem_fused": (["--fused", "--no-teacher"], []),
+    "fused_opd": (["--fused"], SAMPLED),
+    "fused_opd_rest": (["--fused"], REST),
+    "fused_opd_selection": (["--fused"], SELECTS),
+}
+"""Flags of real_run.py and settings, by the name of a run."""
+PHASES = {
+    "rollout s": "perf/rollout_time",
+    "advantage s": "perf/compute_advantages_and_returns_time",
+    "data s": "perf/data_preprocess_time",
+    "train s": "perf/actor_train_time",
+    "weights s": "perf/update_weights_time",
+    "step s": "perf/step_time",
+    "tok/s/GPU": "perf/tokens_per_gpu_per_sec",
+}
+
+
+class Sampler:
+    """Peak memory of each process on the GPU in MiB, and CPU seconds of the rollout manager, read every second."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self.total = 0
+        self.manager_cpu = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(1.0):
+            self._memory()
+            self._cpu()
+
+    def _memory(self) -> None:
+        asked = ["nvidia-smi", "--format=csv,noheader,nounits"]
+        for query, keep in (("--query-compute-apps=pid,used_memory", True), ("--query-gpu=memory.used", False)):
+            try:
+                out = subprocess.run([*asked, query], capture_output=True, text=True, timeout=10, check=True).stdout
+            except (OSError, subprocess.SubprocessError):
+                return
+            for line in out.splitlines():
+                fields = [f.strip() for f in line.split(",")]
+                if not keep:
+                    self.total = max(self.total, int(fields[0]))
+                elif fields[-1].isdigit():
+                    name = _name(fields[0])
+                    self.peaks[name] = max(self.peaks.get(name, 0), int(fields[-1]))
+
+    def _cpu(self) -> None:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if path.read_bytes().startswith(b"ray::RolloutManager"):
+                    fields = (path.parent / "stat").read_text().rpartition(")")[2].split()
+                    self.manager_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            except OSError:
+                continue
+
+
+def _name(pid: str) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return f"pid {pid}"
+    for role in ("teacher", "junior", "senior"):
+        if f"/{role}" in command:
+            return f"{role}'s server"
+    for part, name in (
+        ("MegatronTrain", "trainer"),
+        ("sglang::", "senior's server"),
+        ("SGLangEngine", "senior's server"),
+    ):
+        if part in command:
+            return name
+    return command[:60].strip() or f"pid {pid}"
+
+
+def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
+    flags, settings = RUNS[name]
+    work = a.work / name
+    work.mkdir(parents=True, exist_ok=True)
+    settings = [*settings, *a.set]
+    command = [
+        sys.executable, "-W", "ignore", str(SLIME / "real_run.py"), "--slime", a.slime, "--megatron", a.megatron, "--models",
+        a.work / "models", "--prompts", a.prompts, "--work", work, "--steps", a.warmup + a.steps, "--prompts-per-step",
+        a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--save-interval", 100000, "--no-dump",
+        "--context", a.context, "--tokens-per-gpu", a.tokens_per_gpu, "--pool-tokens", a.pool_tokens, "--rm-type", "random",
+        "--fraction", a.fraction, "--side-fraction", a.side_fraction, "--limit", a.limit, "--lr", "1e-6",
+        *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags, *a.real_run_flags,
+        *(("--set", *settings) if settings and "--plain" not in flags else ()),
+    ]  # fmt: skip
+    sampler, t0 = Sampler(), time.monotonic()
+    code = subprocess.run([str(c) for c in command], check=False).returncode
+    sampler.stop()
+    sys.path.insert(0, str(SLIME))
+    import report
+
+    log = work / "train.log"
+    steps = report.read(log)[0] if log.exists() else {}
+    kept = [steps[k] for k in sorted(steps) if k >= a.warmup and "perf/step_time" in steps[k]]
+    row: dict[str, Any] = {
+        "run": name, "code": code, "seconds": round(time.monotonic() - t0), "steps": len(kept), "memory_mib": sampler.peaks,
+        "memory_total_mib": sampler.total, "manager_cpu_s": round(sampler.manager_cpu, 1),
+        **{head: statistics.median(v) if (v := [s[key] for s in kept if key in s]) else None for head, key in PHASES.items()},
+        "first rollout s": steps.get(0, {}).get("perf/rollout_time"),
+        "every_step": {k: {n: v for n, v in s.items() if isinstance(v, (int, float))} for k, s in steps.items()},
+    }  # fmt: skip
+    tokens = a.prompts_per_step * a.group * a.max_tokens
+    row["rollout tok/s"] = tokens / row["rollout s"] if row["rollout s"] else None
+    row["manager CPU s per 1e6 tokens"] = sampler.manager_cpu / max(len(steps), 1) / tokens * 1e6
+    if code != 0 and log.exists():
+        bad = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or "OutOfMemory" in x]
+        print("\n".join(line[:300] for line in bad[-12:]), flush=True)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    heads = ["first rollout s", *PHASES, "rollout tok/s", "manager CPU s per 1e6 tokens"]
+    lines = ["| run | steps | " + " | ".join(heads) + " | memory GiB |", "|" + "---|" * (len(heads) + 3)]
+    for row in rows:
+        cells = ["" if row[h] is None else f"{row[h]:.3g}" for h in heads]
+        memory = ", ".join(f"{k} {v / 1024:.1f}" for k, v in sorted(row["memory_mib"].items()))
+        total = f"{row['memory_total_mib'] / 1024:.1f} in all"
+        lines.append(f"| {row['run']} | {row['steps']} | " + " | ".join(cells) + f" | {total}: {memory} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    for name in ("--slime", "--megatron", "--tokenizers", "--prompts", "--work", "--out"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--sizes", default="senior=qwen3-4b,junior=qwen3-0.6b,teacher=llama-3b")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["plain", "tandem_fused", "fused_opd"])
+    parser.add_argument("--steps", type=int, default=5, help="steps that count")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not")
+    parser.add_argument("--prompts-per-step", type=int, default=16)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--tokens-per-gpu", type=int, default=4096)
+    parser.add_argument("--pool-tokens", type=int, default=65536)
+    parser.add_argument("--fraction", type=float, default=0.2)
+    parser.add_argument("--side-fraction", type=float, default=0.12)
+    parser.add_argument("--side-prefill", type=int, default=2048)
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds of a run")
+    parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--real-run-flags", nargs="*", default=[], help="more for real_run.py, e.g. --cpu")
+    a = parser.parse_args()
+    a.work.mkdir(parents=True, exist_ok=True)
+    t0 = time.monotonic()
+    models = [
+        sys.executable,
+        str(Path(__file__).with_name("scale_models.py")),
+        a.tokenizers,
+        a.work / "models",
+        a.sizes,
+    ]
+    subprocess.run([str(c) for c in models], check=True)
+    print(f"models made in {time.monotonic() - t0:.0f} s", flush=True)
+    rows = json.loads(a.out.read_text()) if a.out.exists() else []
+    for name in a.runs:
+        row = measure(a, name)
+        rows = [r for r in rows if r["run"] != name] + [row]
+        a.out.write_text(json.dumps(rows, indent=1))
+        print(table([row]), flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
