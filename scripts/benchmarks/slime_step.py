@@ -101,21 +101,26 @@ class Sampler:
 
 
 def _name(pid: str) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return f"pid {pid}"
-    for role in ("teacher", "junior", "senior"):
-        if f"/{role}" in command:
-            return f"{role}'s server"
+    """Whose process it is. SGLang renames its own, so that the command of one of its parents says whose model it serves."""
+    at, commands = pid, []
+    while at not in ("0", "1") and len(commands) < 6:
+        try:
+            commands.append(Path(f"/proc/{at}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            at = Path(f"/proc/{at}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            break
+    for command in commands:
+        for role in ("teacher", "junior"):
+            if f"/{role} " in command and "real_run" not in command:
+                return f"{role}'s server"
     for part, name in (
         ("MegatronTrain", "trainer"),
-        ("sglang::", "senior's server"),
+        ("sglang", "senior's server"),
         ("SGLangEngine", "senior's server"),
     ):
-        if part in command:
+        if any(part in command for command in commands[:2]):
             return name
-    return command[:60].strip() or f"pid {pid}"
+    return "other"
 
 
 def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
     command = [
         sys.executable, "-W", "ignore", str(SLIME / "real_run.py"), "--slime", a.slime, "--megatron", a.megatron, "--models",
         a.work / "models", "--prompts", a.prompts, "--work", work, "--steps", a.warmup + a.steps, "--prompts-per-step",
-        a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--save-interval", 100000, "--no-dump",
+        a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--no-save", "--no-dump",
         "--context", a.context, "--tokens-per-gpu", a.tokens_per_gpu, "--pool-tokens", a.pool_tokens, "--rm-type", "random",
         "--fraction", a.fraction, "--side-fraction", a.side_fraction, "--limit", a.limit, "--lr", "1e-6",
         *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags, *a.real_run_flags,

@@ -65,6 +65,7 @@ def arguments():
     parser.add_argument("--context", type=int, default=512, help="context of the servers, tokens")
     parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="tokens of a micro-batch of the trainer")
     parser.add_argument("--pool-tokens", type=int, default=131072, help="KV pool of each server, tokens")
+    parser.add_argument("--no-save", action="store_true", help="no checkpoint, also not behind the last step")
     parser.add_argument("--no-dump", action="store_true", help="keep no rollouts for compare_loss.py")
     parser.add_argument("--side-prefill", type=int, help="tokens of a prefill of junior's and teacher's servers")
     parser.add_argument("--limit", type=float, default=3600, help="seconds until train.py is ended")
@@ -167,8 +168,10 @@ def slime_flags(a, config):
         "--rollout-num-gpus", a.rollout_gpus or a.gpus, "--rollout-num-gpus-per-engine", a.engine_gpus,
         *(() if asynchronous(a) else ("--colocate",)),
         *(() if a.offload else ("--no-offload-train", "--no-offload-rollout")),
-        "--hf-checkpoint", senior, "--ref-load", senior, "--load", a.work / "checkpoints", "--save", a.work / "checkpoints",
-        "--save-interval", a.save_interval, *model_flags(senior),
+        "--hf-checkpoint", senior, "--ref-load", senior,
+        *(() if a.no_save else (
+            "--load", a.work / "checkpoints", "--save", a.work / "checkpoints", "--save-interval", a.save_interval,
+        )), *model_flags(senior),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", a.pp, "--context-parallel-size", a.cp,
