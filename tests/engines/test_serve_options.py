@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ OPTIONS = st.builds(
     max_batch=st.integers(1, 2**20),
     cache_tokens=st.integers(64, 2**31),
     threads=st.integers(1, 1024),
-    api_key=st.none() | st.text(st.sampled_from("abc"), min_size=30),
+    api_key=st.none() | st.text(min_size=1),
     served_name=st.none() | TEXT,
     weight_version=TEXT,
     trust_remote_code=st.booleans(),
@@ -46,8 +47,8 @@ def test_a_child_makes_the_same_options_of_the_flags_and_the_environment(options
     assert ServeOptions.from_args(args, key) == options
     options.check()
     if options.api_key is not None:
-        assert not [flag for flag in options.argv() if options.api_key in flag]
-        assert options.api_key not in repr(options)
+        other = replace(options, api_key="another")
+        assert (other.argv(), repr(other)) == (options.argv(), repr(options)), "neither tells anything of the key"
 
 
 def test_a_person_gets_one_port_and_a_program_any() -> None:
