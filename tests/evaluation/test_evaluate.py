@@ -29,6 +29,8 @@ from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
+from ..in_process import ThreadServer
+
 PARTS = {"solo", "handoff", "drift", "legibility"}
 
 
@@ -122,9 +124,10 @@ def test_the_plot_is_one_svg_that_needs_nothing_else(written: Path) -> None:
 def servers(trio, side_url, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:  # type: ignore[no-untyped-def]
     """A senior and a junior at work, for all tests that need no start of their own."""
     root = tmp_path_factory.mktemp("servers")
-    roster = Roster(config(trio, root, "opd.enabled=false", f"engine.junior_url={side_url('junior')}"))
-    with Team(roster, root / "logs") as team:
-        yield team
+    with ThreadServer(trio.senior) as senior:
+        urls = (f"engine.senior_url={senior.url}", f"engine.junior_url={side_url('junior')}")
+        with Team(Roster(config(trio, root, "opd.enabled=false", *urls)), root / "logs") as team:
+            yield team
 
 
 @pytest.fixture
