@@ -468,8 +468,8 @@ PLANNED: dict[str, str] = {
 _BY_HAND = "start train.py without a plan (docs/slime.md)"
 _ROWS = "remove it: a plan writes the prompts itself; name your file by tasks: [{family: jsonl, path: FILE}]"
 REMEDIES: dict[str, str] = {
-    "--custom-rm-path": "remove it, and set cluster.reward to one of slime's rewards (remote_rm: a server of your own); "
-    f"the hooks take any function, so for your own {_BY_HAND}",
+    "--custom-rm-path": "remove it, and set tasks[].reward to a function of your own (module:attribute, docs/extending.md), "
+    "or cluster.reward to one of slime's rewards (remote_rm: a server of yours)",
     "--input-key": f"{_ROWS}, whose lines have `messages` or `prompt`",
     "--label-key": f"{_ROWS}, whose lines have `label`",
     "--metadata-key": _ROWS,

@@ -75,10 +75,12 @@ def test_the_documentation_names_every_flag_of_the_list(flag: str) -> None:
 
 
 def test_a_remedy_is_true() -> None:
-    """There is no setting for a reward function or a column of one's own."""
+    """A function of one's own is a setting of the task; for a column of one's own there is none."""
     for flag in ("--custom-rm-path", "--input-key"):
         assert "instead (--set)" not in instead_of(flag, hook=flag == "--custom-rm-path", of_model=False)
-    assert "cluster.reward" in instead_of("--custom-rm-path", hook=True, of_model=False)
+    remedy = instead_of("--custom-rm-path", hook=True, of_model=False)
+    assert "tasks[].reward" in remedy
+    assert "cluster.reward" in remedy
     assert "tasks" in instead_of("--input-key", hook=False, of_model=False)
     assert instead_of("--num-layers", hook=False, of_model=True).endswith("models.senior")
     assert "without a plan" in instead_of("--rollout-data-postprocess-path", hook=True, of_model=False)
