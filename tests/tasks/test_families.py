@@ -304,7 +304,7 @@ def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tm
     a, b = tasks.listed_prompts
     assert (a.label, b.label) == (None, "b")
     assert tasks.reward(a, "a!") == 1.0
-    assert tasks.reward(a, "<answer>c</answer>") == 0.0
+    assert tasks.reward(a, "no") == 0.0
     (total,) = [p for p in tasks.train_prompts(0, 30) if p.task == "chain_sum"][:1]
     assert tasks.correct(total, f"\\boxed{{{total.label}.0}}"), "by math-verify"
     with pytest.raises(DataError, match=r"label=None: expected a non-empty string or a number"):
