@@ -43,7 +43,7 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
 
 
 def evaluate(config: RunConfig, *, say: Callable[[str], None] | None = None) -> Evaluation:
-    """Measure `config.models.senior` on held-out prompts, as `slime-tandem eval`; `say` is told what goes on.
+    """Measure `config.models.senior` on held-out prompts, as `slime-tandem eval`; `say` gets a line for each part.
 
     `.results` are the figures with their intervals, `.to_json()` the same as plain data. Raises TandemError kinds.
     """

@@ -187,7 +187,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 class ServerProcess(ChildServer):
     """An embedded server for the model folder `model`, as a child process; it ends when its parent dies, even by SIGKILL.
 
-    `options.port_file` is not the caller's to choose: it tells this process the child's port.
+    `options.port_file` is not the caller's to choose: it gives this process the child's port.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class ServerProcess(ChildServer):
         return [sys.executable, "-m", child, str(os.getpid()), self.model, *options.argv()]
 
     def wait_ready(self) -> None:
-        """As for every server; the file that told the port is gone afterwards."""
+        """As for every server; the file that held the port is gone afterwards."""
         try:
             super().wait_ready()
         finally:

@@ -1,4 +1,4 @@
-"""From a configuration to slime's launch, before anything starts: which models it means, and what the fused engine is told.
+"""From a configuration to slime's launch, before anything starts: which models it means, and what the fused engine is given.
 
 What the launch then says to slime is in `flags`. Starts nothing; without folders (published sizes) it loads no model either.
 """

@@ -45,7 +45,7 @@ class Member:
 def teacher_specs(config: RunConfig) -> dict[Role, TeacherSpec]:
     """Teachers by role, none without `opd.enabled`; ConfigError for a task that none of them is for.
 
-    The tasks of a prompt file (family `jsonl`) are not known here; they are told when the file is read.
+    The tasks of a prompt file (family `jsonl`) are not known here; they are checked when the file is read.
 
     >>> list(teacher_specs(RunConfig.load(overrides=["opd.enabled=true"])))
     ['teacher']
@@ -297,16 +297,16 @@ class Roster:
         with _of_role(role):
             if url := self.members[role].url:
                 check_served_model(info, self.folders[role], url)
-            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are told now
+            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are reported now
             check_teacher(teacher)
         return teacher
 
 
 def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:
-    """Input tokens that a server of `folder` takes: what it tells, else what the model's config says, else None."""
-    told = info.get("max_total_tokens")
-    if isinstance(told, int):
-        return told
+    """Input tokens that a server of `folder` takes: what it reports, else what the model's config says, else None."""
+    reported = info.get("max_total_tokens")
+    if isinstance(reported, int):
+        return reported
     # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
     # _validate_one_request).
     context = read_model_config(folder).get("max_position_embeddings")

@@ -70,7 +70,7 @@ def served_model(model: Any, tokenizer: Any, max_tokens: int, vocab_size: int) -
 
 
 class Server:
-    """HTTP handlers over an engine thread. `info` is what /model_info tells, the weight version apart."""
+    """HTTP handlers over an engine thread. `info` is what /model_info reports, the weight version apart."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded, so that a busy one is told at once."""
+    """Take the port before the model is loaded, so that a busy one is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
