@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slime_tandem.errors import ConfigError, DataError, TandemError
     from slime_tandem.objective.loss import Denominators, PackedTokens, tandem_loss
     from slime_tandem.rollout.boundaries import BoundaryRecord
+    from slime_tandem.strategies import Mark, Strategy
     from slime_tandem.tasks.family import make_prompt
     from slime_tandem.types import Message, Prompt, SampleKey
 
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Denominators",
+    "Mark",
     "Message",
     "ObjectiveConfig",
     "OpdConfig",
@@ -38,6 +40,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "SampleKey",
+    "Strategy",
     "TandemError",
     "TextAlignment",
     "__version__",
@@ -58,6 +61,7 @@ _HOMES = {
     "errors": ("ConfigError", "DataError", "TandemError"),
     "objective.loss": ("Denominators", "PackedTokens", "tandem_loss"),
     "rollout.boundaries": ("BoundaryRecord",),
+    "strategies": ("Mark", "Strategy"),
     "tasks.family": ("make_prompt",),
     "types": ("Message", "Prompt", "SampleKey"),
 }

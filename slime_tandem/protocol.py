@@ -58,10 +58,10 @@ class GenerateRequest:
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
     that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
     requests of one response share, for `engines.sessions`. `token_ids_logprob`: ids whose log-probs are wanted at every
-    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `truncated_logprobs`: the output
-    log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids come along;
-    only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores, so that an
-    answer without kept ids reports). `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
+    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `truncated_logprobs`: the
+    output log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids
+    come along; only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores:
+    its answer then lacks them). `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
     understands it.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]

@@ -48,7 +48,9 @@ def of(section: str, key: str) -> list[Any]:
 
 
 def test_every_point_has_an_example() -> None:
-    assert set(MODULES) == {"own_selectors", "own_signals", "own_families", "own_rewards", "own_tools", "own_teachers"}
+    assert set(MODULES) == {
+        "own_handoffs", "own_selectors", "own_signals", "own_families", "own_rewards", "own_tools", "own_teachers",
+    }  # fmt: skip
     used = set(re.findall(r"(own_\w+):", "".join(text for kind, text in BLOCKS if kind == "yaml")))
     assert used == set(MODULES)
 
@@ -67,16 +69,29 @@ def settings(trio: Any, side_url: Any, runs: Path, **more: Any) -> slime_tandem.
     return slime_tandem.RunConfig.from_mapping(tree)
 
 
-def test_one_run_with_selector_signal_family_reward_and_environment(trio: Any, side_url: Any, tmp_path: Path) -> None:
+def test_one_run_with_strategy_selector_signal_family_reward_and_environment(
+    trio: Any, side_url: Any, tmp_path: Path
+) -> None:
     tasks = [task for tree in SETTINGS for task in tree.get("tasks", ())]
     assert len(tasks) == 3
     (signal,), (selection,) = of("opd", "signal"), of("opd", "selection")
+    (strategy,) = of("tandem", "selection_strategy")
     opd = {"signal": signal, "top_k": 8, "selection": selection}
     # Stop strings that random models meet end their turns, so that the tool has its say.
     sampling = {"max_new_tokens": 60, "stop": ["a", "e", "i", "1"]}
-    config = settings(trio, side_url, tmp_path / "runs", tasks=tasks, opd=opd, sampling=sampling)
+    config = settings(
+        trio,
+        side_url,
+        tmp_path / "runs",
+        tasks=tasks,
+        opd=opd,
+        sampling=sampling,
+        tandem={"selection_strategy": strategy},
+    )
     run = slime_tandem.train(config)
     assert run.config.tasks == config.tasks, "the resolved settings keep the names"
+    assert run.config.tandem.selection_strategy == "own_handoffs:after_digit"
+    assert 1.0 <= run.steps[0]["tandem/tokens_per_sent"] <= 6.0, "a run ends after a digit, or after six tokens"
     (row,) = run.steps
     assert 0.3 < row["selection/keep_ratio"] <= 0.7
     assert row["train/opd_loss"] > 0
