@@ -384,6 +384,14 @@ _REWARD = (
     _one_reward("--rm-type"),
     _one_reward("--custom-rm-path", lambda value, _: value not in (None, _OUR_REWARD)),
     Rule(
+        "--custom-rm-path",
+        lambda job: f"not to be set with cluster.reward={job.config.cluster.reward!r}, which slime would pass over",
+        "remove one of the two",
+        wrong=lambda value, _: value not in (None, _OUR_REWARD),
+        when=lambda job: job.config.cluster.reward is not None,
+        planned=True,
+    ),
+    Rule(
         "--rm-type",
         "cluster.reward to say it",
         "set that instead",

@@ -91,3 +91,10 @@ def test_slime_has_every_flag_of_the_list(slime_here: Any) -> None:
     files = [slime / "utils" / "arguments.py", *(slime / "backends" / "sglang_utils").glob("*.py")]
     known = {flag for file in files for flag in re.findall(r"--[a-z0-9-]+", file.read_text())}
     assert set(FLAGS) - known == {"--use-critic"}, "an argument that slime itself sets, with --advantage-estimator ppo"
+
+
+def test_a_reward_path_beside_one_of_slimes_rewards_is_refused_in_a_plan() -> None:
+    config = RunConfig.from_mapping({"cluster": {"reward": "math"}, "opd": {"enabled": False}})
+    with pytest.raises(ConfigError, match=r"--custom-rm-path='my\.fn': expected not to be set with cluster\.reward='math'"):
+        check_flags(Namespace(rm_type="math", custom_rm_path="my.fn"), config, planned=True)
+    check_flags(Namespace(rm_type="math"), config, planned=True)
