@@ -175,7 +175,7 @@ def authorship(
     """
     from slime_tandem.rollout.handoff import HandoffRule
 
-    rule = HandoffRule.from_config(config.tandem, record.ids)
+    rule = record.rule if config.tandem.enabled else HandoffRule.from_config(config.tandem, record.ids)
     return rule.authorship(key, response_ids, inserted=inserted, fallback_starts=frozenset(fallback_starts))
 
 

@@ -95,6 +95,8 @@ def test_slime_has_every_flag_of_the_list(slime_here: Any) -> None:
 
 def test_a_reward_path_beside_one_of_slimes_rewards_is_refused_in_a_plan() -> None:
     config = RunConfig.from_mapping({"cluster": {"reward": "math"}, "opd": {"enabled": False}})
-    with pytest.raises(ConfigError, match=r"--custom-rm-path='my\.fn': expected not to be set with cluster\.reward='math'"):
+    with pytest.raises(
+        ConfigError, match=r"--custom-rm-path='my\.fn': expected not to be set with cluster\.reward='math'"
+    ):
         check_flags(Namespace(rm_type="math", custom_rm_path="my.fn"), config, planned=True)
     check_flags(Namespace(rm_type="math"), config, planned=True)
