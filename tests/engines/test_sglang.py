@@ -83,8 +83,7 @@ def test_the_tree_dies_with_a_killed_parent(note: Path, tmp_path: Path) -> None:
     code = textwrap.dedent(
         f"""
         import sys, time
-        from slime_tandem.engines.serve_options import ServeOptions
-from slime_tandem.engines.sglang import SglangProcess
+        from slime_tandem.engines.sglang import SglangProcess
         server = SglangProcess("m", python=sys.executable, log_file={str(tmp_path / "log")!r})
         server.start()
         print(server.pid, flush=True)

@@ -209,9 +209,9 @@ def test_bad_input_is_refused_at_once(
 
 
 def test_a_strategy_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["eval", "--handoff-strategy", "wrod"])
-    assert "invalid choice: 'wrod'" in capsys.readouterr().err
+    assert main(["eval", "--handoff-strategy", "wrod"]) == 2
+    assert "eval.handoff_strategy='wrod': expected one of" in (said := capsys.readouterr().err)
+    assert "did you mean 'word'?" in said
 
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
