@@ -260,9 +260,9 @@ class BoundaryRecord:
                 and tree["count"] == len(ids)
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise DataError(
-                name, text[:40], f"a boundary record ({type(error).__name__}: {error})", "restore the file"
-            ) from None
+            older = isinstance(error, KeyError) and error.args[0] in ("prob_senior", "cap", "alternates")
+            remedy = "go on with the version that wrote it, or start a new run" if older else "restore the file"
+            raise DataError(name, text[:40], f"a boundary record ({type(error).__name__}: {error})", remedy) from None
         if not sound:
             raise DataError(name, text[:40], "a boundary record as it was written", "restore the file")
         return record

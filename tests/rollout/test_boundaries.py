@@ -224,3 +224,11 @@ def test_an_altered_record_is_refused(change: dict[str, object]) -> None:
 def test_no_record_is_refused(text: str) -> None:
     with pytest.raises(DataError, match=r"run/boundaries\.json"):
         BoundaryRecord.from_json(text, "run/boundaries.json")
+
+
+def test_a_record_of_an_earlier_version_has_a_remedy_of_its_own() -> None:
+    tree = json.loads(BoundaryRecord.resolve(TandemConfig(), TOKENS).to_json())
+    del tree["cap"]
+    with pytest.raises(DataError) as caught:
+        BoundaryRecord.from_json(json.dumps(tree))
+    assert caught.value.remedy == "go on with the version that wrote it, or start a new run"
