@@ -20,13 +20,14 @@ from pathlib import Path
 from types import FrameType
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field
 
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError
-from slime_tandem.files import read_text
+from slime_tandem.files import read_text, record_of
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
-from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder
+from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder, step_of, unusable
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
@@ -51,6 +52,15 @@ _LOCK = ".lock"
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
 _NO_WORK = (_LOCK, _PROBE, "logs")
+
+
+class _Kept(BaseModel):
+    """What a run keeps beside its weights; older ones have no `kl_coef`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    step: int = Field(ge=0)
+    kl_coef: float | None = Field(None, ge=0.0)
 
 
 @dataclass(frozen=True)
@@ -240,9 +250,15 @@ def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
     checkpoint = arm.last_checkpoint() if resume else None
     if checkpoint is None:
         return trainer, 0
-    state = policy.load_checkpoint(checkpoint)
-    trainer.restore(state)
-    return trainer, int(state["step"])
+    extra = policy.load_checkpoint(checkpoint)
+    try:
+        kept = record_of(_Kept, extra)
+    except ValueError as error:
+        raise unusable(checkpoint, f"state.json extra.{error}", "what a run keeps beside its weights") from None
+    if kept.step != step_of(checkpoint):
+        raise unusable(checkpoint, f"state.json extra.step={kept.step}", "the step of the folder's name")
+    trainer.restore(extra)
+    return trainer, kept.step
 
 
 def _take_steps(

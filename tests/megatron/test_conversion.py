@@ -444,7 +444,7 @@ def test_damaged_and_hostile_folders(make: Make, tmp_path: Path, monkeypatch: py
     def hole(index: Any) -> None:
         index.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
 
-    for change, message in ((away, r"points to \.\./elsewhere"), (hole, "0 of 32 values")):
+    for change, message in ((away, r"points to .\.\./elsewhere"), (hole, "chunks that do not cover")):
         (dist / ".metadata").write_bytes(good)
         doctored(dist, change)
         refused(message)
