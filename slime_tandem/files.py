@@ -58,6 +58,12 @@ def read_text(path: Path, what: str) -> str:
         raise DataError(what, str(path), f"a readable UTF-8 file ({why})", "restore the file") from None
 
 
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, read strictly; raises ValueError, told in a phrase, and OSError."""
+    with path.open("rb") as file:
+        return parse_json(file.read(MOST_JSON + 1))
+
+
 def is_file_name(name: str) -> bool:
     """Whether a name that a file holds can only mean a file in one folder: no path, no way up, nothing that cannot be shown.
 

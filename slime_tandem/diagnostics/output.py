@@ -73,7 +73,7 @@ class Report:
         """The rows with a header; empty cells where there is no value."""
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([_COLUMNS, *map(_cells, self.rows)])
+        writer.writerows([_COLUMNS, *([_in_csv(cell) for cell in _cells(row)] for row in self.rows)])
         return text.getvalue()
 
     def to_svg(self) -> str:
@@ -112,6 +112,15 @@ class Report:
 
 def _short(value: float | None) -> str:
     return DASH if value is None else f"{value:.4g}"
+
+
+def _in_csv(cell: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets a `'` in front (OWASP, CSV injection).
+
+    >>> [_in_csv(cell) for cell in ("=1+1", "@x", "-0.5", -0.5, "a-b", None)]
+    ["'=1+1", "'@x", "'-0.5", -0.5, 'a-b', None]
+    """
+    return f"'{cell}" if isinstance(cell, str) and cell.lstrip(" ")[:1] in tuple("=+-@\t\r\n") else cell
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

@@ -21,15 +21,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
-from slime_tandem.files import whole_file
+from slime_tandem.files import read_json, record_of, whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 from slime_tandem.megatron.checkpoint import file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
@@ -374,6 +375,31 @@ def _found(module: str) -> bool:
         return False
 
 
+class _Told(BaseModel):
+    """A `Piece`."""
+
+    model_config = ConfigDict(extra="forbid")
+    parameter: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    dtype: str
+    offset: int = Field(ge=0)
+    length: int = Field(ge=1)
+
+
+class _Done(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    sha256: str
+    told: list[_Told]
+
+
+class _Record(BaseModel):
+    """`progress.json`: what is converted, and the files that are finished."""
+
+    model_config = ConfigDict(extra="forbid")
+    plan: list[Any]
+    done: dict[str, _Done]
+
+
 class _Work:
     """The hidden folder in which an output is made, with a record of finished files; takes the output's place at the end."""
 
@@ -400,11 +426,11 @@ class _Work:
         except OSError as error:
             raise ConfigError.of_os_error(self._job.output, error) from None
         try:
-            old = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            old = record_of(_Record, read_json(self._file))
+        except (OSError, ValueError):  # not ours, or damaged: begun anew
             old = None
-        if isinstance(old, dict) and old.get("plan") == self._record["plan"] and isinstance(old.get("done"), dict):
-            self._record = old
+        if old is not None and old.plan == self._record["plan"]:
+            self._record = old.model_dump()
         else:
             if self.folder.exists():
                 self._say(f"starting anew: {self.folder} was made from another source or with other settings")

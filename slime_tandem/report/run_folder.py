@@ -27,7 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
-from slime_tandem.files import whole_file
+from slime_tandem.files import parse_json, whole_file
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
@@ -92,16 +92,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    row = parse_json(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("no object")
+                    if type(row.get("step")) is not int or row["step"] < 0:
+                        raise ValueError(f"step {row.get('step')!r}")
+                    if not isinstance(row.get("phase", ""), str):
+                        raise ValueError(f"phase {row['phase']!r}")
+                except ValueError as error:
                     raise RunDirError(
                         f"{path}:{number}",
                         line[:80].decode("utf-8", "replace"),
-                        "one JSON object with a `step`",
+                        f"one JSON object with a `step` ({error})",
                         "restore the file, or delete this line",
-                    )
+                    ) from None
                 yield row
     except FileNotFoundError:
         return

@@ -388,7 +388,7 @@ def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
         ("tandem.prob_senior", "--set='tandem.prob_senior': expected key=value with a dotted key"),
         ("=1", "--set='=1': expected key=value"),
         ("", "--set='': expected key=value"),
-        ("seed=[1", "--set='seed=[1': expected a YAML value. Remedy: quote it"),
+        ("seed=[1", "--set='seed=[1': expected a YAML value (while parsing a flow sequence"),
         ("name=2024-13-45", "expected a YAML value"),
         ("name=!!python/name:os.system", "expected a YAML value"),
         ("seed=" + "[" * 3_000, "expected a YAML value"),
