@@ -73,8 +73,10 @@ def is_file_name(name: str) -> bool:
     return 0 < len(name) <= 255 and name not in (".", "..") and not set("/\\") & set(name) and name.isprintable()
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
     """The value of a JSON text, read strictly (see above). Raises ValueError with a phrase that fits behind "JSON".
+
+    `surrogates`: take halves of surrogate pairs, which stand for broken bytes in what a model wrote.
 
     >>> parse_json('{"a": [1, 2.5, null]}')
     {'a': [1, 2.5, None]}
@@ -94,7 +96,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"more than {DEPTH} levels") from None
     if text.count("[") + text.count("{") > DEPTH:
         _require_shallow(value)
-    if "\\u" in text:
+    if not surrogates and "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
     return value
 

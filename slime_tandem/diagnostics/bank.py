@@ -253,7 +253,7 @@ class Bank:
         if not isinstance(meta, dict) or meta.get("format") != self.kind.name:
             found = meta.get("format") if isinstance(meta, dict) else None
             expected = f"a file of kind {self.kind.name}, written by this project's tools"
-            raise DataError(str(self.path), found, expected, "name the right file")
+            raise DataError(f"{self.path}, format", found, expected, "name the right file")
         if meta.get("version") != VERSION:
             remedy = "write it again with this version, or read it with the version that wrote it"
             raise DataError(f"{self.path}, version", meta.get("version"), f"version {VERSION}", remedy)

@@ -13,11 +13,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
@@ -223,10 +224,17 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     resumed = resume and (arm.folder / "config.yaml").exists()
     with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
         writer.write_config(config)
-        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
+        done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
             return
         _send(trainer.policy, arm, team, step)
+        if step and (0, "before") not in done:
+            raise RunDirError(
+                str(arm.folder / "eval.jsonl"),
+                "no row of the evaluation before training",
+                "the evaluation of weights that are gone",
+                "restore the file, or start again under another `name`",
+            )
         if (0, "before") not in done:
             _evaluate(writer, team, tasks, held_out, config, step, "before")
         step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
@@ -251,14 +259,21 @@ def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
     if checkpoint is None:
         return trainer, 0
     extra = policy.load_checkpoint(checkpoint)
+    step = kept_state(extra, checkpoint)
+    trainer.restore(extra)
+    return trainer, step
+
+
+def kept_state(extra: Mapping[str, Any], checkpoint: Path) -> int:
+    """The steps that were done when a checkpoint was written, by what the run kept in it; raises CheckpointError for anything
+    else, and for a step that is not the folder's."""
     try:
         kept = record_of(_Kept, extra)
     except ValueError as error:
         raise unusable(checkpoint, f"state.json extra.{error}", "what a run keeps beside its weights") from None
     if kept.step != step_of(checkpoint):
         raise unusable(checkpoint, f"state.json extra.step={kept.step}", "the step of the folder's name")
-    trainer.restore(extra)
-    return trainer, kept.step
+    return kept.step
 
 
 def _take_steps(
