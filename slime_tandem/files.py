@@ -156,13 +156,9 @@ def _no_constant(name: str) -> Any:
 
 def _require_shallow(value: Any) -> None:
     level = [value]
-    for _ in range(DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+    for _ in range(DEPTH):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, list | dict)]
         if not level:
             return
     raise ValueError(f"more than {DEPTH} levels")

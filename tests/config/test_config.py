@@ -452,8 +452,8 @@ def test_several_documents_and_a_huge_text_are_refused(tmp_path: Path, monkeypat
     path.write_text("seed: 1\n---\nseed: 2\n")
     with pytest.raises(ConfigError, match="expected a single document"):
         RunConfig.load(path)
-    monkeypatch.setattr(load, "MOST_YAML", 20)
-    with pytest.raises(ConfigError, match="24 characters, more than 20"):
+    monkeypatch.setattr(load, "MOST_YAML", 19)
+    with pytest.raises(ConfigError, match="20 characters, more than 19"):
         RunConfig.load(path)
     assert "expected the dotted name" in override_problem("a" + ".a" * 100_000 + "=1")
 
