@@ -14,7 +14,7 @@ import pickletools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,7 +47,9 @@ _SIZE, _LAYOUT, _GETATTR = ("torch", "Size"), ("torch.serialization", "_get_layo
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second: its home in Python 3.13
 _DICT = ("collections", "OrderedDict")
 _CALLED = {_ENUM, _SIZE, _LAYOUT, _GETATTR, _DICT, *_PATHS}
-_DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
+_DTYPES = frozenset(
+    str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def read_index(folder: Path) -> TensorIndex:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")
-        return _index(_Reader().read(data))
+        return _index(PickleReader().read(data))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {folder}",
@@ -107,7 +109,7 @@ def read_index(folder: Path) -> TensorIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
+class Name:
     """A class or function that the pickle names; nothing is looked up."""
 
     at: tuple[str, str]
@@ -117,7 +119,7 @@ class _Name:
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class Record:
     """What stands for an object; `state` comes once."""
 
     kind: tuple[str, str]
@@ -125,23 +127,25 @@ class _Record:
 
 
 @dataclass(slots=True, eq=False)
-class _Mark:
-    pass
+class Mark:
+    """MARK on the stack."""
 
 
 @dataclass
-class _Reader:
+class PickleReader:
     """One pickle, read from its first opcode to STOP. Raises ValueError for all that has no place in an index."""
 
     stack: list[Any] = field(default_factory=list)
-    memo: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    steps: ClassVar[Mapping[str, Any]]
 
     def read(self, data: bytes) -> Any:
+        """The value of a pickle. Raises ValueError for all that has no place in it."""
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
-                return self._pop()
-            step = _STEPS.get(name)
+                return self.pop()
+            step = self.steps.get(name)
             if step is None:
                 raise ValueError(f"the opcode {name} has no place in a tensor index")
             step(self, argument)
@@ -149,25 +153,29 @@ class _Reader:
                 raise ValueError(f"more than {_MOST_WAITING} values at once")
         raise ValueError("no end")  # pragma: no cover - genops raises before
 
-    def _pop(self) -> Any:
-        if not self.stack or isinstance(self.stack[-1], _Mark):
+    def pop(self) -> Any:
+        """Take the top of the stack."""
+        if not self.stack or isinstance(self.stack[-1], Mark):
             raise ValueError("an opcode without its operand")
         return self.stack.pop()
 
-    def _top(self, kind: type) -> Any:
+    def top(self, kind: type) -> Any:
+        """The top of the stack, which must be a `kind`."""
         if not self.stack or not isinstance(self.stack[-1], kind):
-            raise ValueError(f"an opcode without its {kind.__name__.strip('_')}")
+            raise ValueError(f"an opcode without its {kind.__name__}")
         return self.stack[-1]
 
-    def _since_mark(self) -> list[Any]:
+    def since_mark(self) -> list[Any]:
+        """Take all values behind the last mark, and the mark."""
         for at in range(len(self.stack) - 1, -1, -1):
-            if isinstance(self.stack[at], _Mark):
+            if isinstance(self.stack[at], Mark):
                 items = self.stack[at + 1 :]
                 del self.stack[at:]
                 return items
         raise ValueError("an opcode without its mark")
 
     def protocol(self, number: int) -> None:
+        """PROTO."""
         if number < 4:
             raise ValueError(f"pickle protocol {number}: torch writes 4")
 
@@ -175,84 +183,98 @@ class _Reader:
         """FRAME: a hint for buffered reading."""
 
     def push(self, value: Any) -> None:
+        """A plain value."""
         self.stack.append(value)
 
     def integer(self, value: int) -> None:
+        """BININT and its kin."""
         if not -(2**63) <= value < 2**63:
             raise ValueError("a number of more than 64 bits")
         self.stack.append(value)
 
     def memoize(self, _: Any) -> None:
-        if not self.stack or isinstance(self.stack[-1], _Mark):
-            raise ValueError("MEMOIZE of nothing")
-        self.memo.append(self.stack[-1])
+        """MEMOIZE."""
+        if not self.stack or isinstance(self.stack[-1], Mark):
+            raise ValueError("nothing to keep")
+        self.memo[len(self.memo)] = self.stack[-1]
 
     def get(self, at: int) -> None:
-        if at >= len(self.memo):
+        """BINGET."""
+        if at not in self.memo:
             raise ValueError(f"nothing is kept under number {at}")
         self.stack.append(self.memo[at])
 
     def tuple_of(self, n: int) -> None:
-        items = [self._pop() for _ in range(n)]
+        """TUPLE1, TUPLE2, TUPLE3."""
+        items = [self.pop() for _ in range(n)]
         self.stack.append(tuple(reversed(items)))
 
     def tuple_since_mark(self, _: Any) -> None:
-        self.stack.append(tuple(self._since_mark()))
+        """TUPLE."""
+        self.stack.append(tuple(self.since_mark()))
 
     def append(self, _: Any) -> None:
-        value = self._pop()
-        self._top(list).append(value)
+        """APPEND."""
+        value = self.pop()
+        self.top(list).append(value)
 
     def appends(self, _: Any) -> None:
-        items = self._since_mark()
-        self._top(list).extend(items)
+        """APPENDS."""
+        items = self.since_mark()
+        self.top(list).extend(items)
 
     def set_item(self, _: Any) -> None:
-        value, key = self._pop(), self._pop()
-        self._put(self._top(dict), [(key, value)])
+        """SETITEM."""
+        value, key = self.pop(), self.pop()
+        self.put(self.top(dict), [(key, value)])
 
     def set_items(self, _: Any) -> None:
-        items = self._since_mark()
+        """SETITEMS."""
+        items = self.since_mark()
         if len(items) % 2:
             raise ValueError("a key without its value")
-        self._put(self._top(dict), list(zip(items[::2], items[1::2], strict=True)))
+        self.put(self.top(dict), list(zip(items[::2], items[1::2], strict=True)))
 
-    def _put(self, target: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> None:
+    def put(self, target: dict[Any, Any], pairs: list[tuple[Any, Any]]) -> None:
+        """Pairs into a dict: a key of text, a number, or an index record as its plain form; none twice."""
         for key, value in pairs:
-            # Of a key that is an index, the plain form stands; nothing that could run code when it is hashed gets here.
-            plain = _chunk_key(key) if isinstance(key, _Record) else key
-            if not isinstance(key, _Record) and type(key) not in (str, int):
-                raise ValueError(f"a {type(key).__name__.strip('_')} as a key")
+            plain = _chunk_key(key) if isinstance(key, Record) else key
+            if not isinstance(key, Record) and type(key) not in (str, int):
+                raise ValueError(f"a {type(key).__name__} as a key")
             if plain in target:
                 raise ValueError(f"the key {str(plain)[:100]} twice")
             target[plain] = value
 
     def name(self, _: Any) -> None:
-        name, module = self._pop(), self._pop()
+        """STACK_GLOBAL."""
+        name, module = self.pop(), self.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise ValueError("a name that is no text")
         at = (module, name)
         if module == "torch" and name in _DTYPES:
             self.stack.append(getattr(torch, name))
         elif at in _FIELDS or at in _CALLED:
-            self.stack.append(_Name(at))
+            self.stack.append(Name(at))
         else:
             raise ValueError(f"{module[:80]}.{name[:80]} has no place in a tensor index")
 
     def new_object(self, _: Any) -> None:
-        arguments, name = self._pop(), self._pop()
-        if not isinstance(name, _Name) or name.at not in _FIELDS or arguments != ():
+        """NEWOBJ."""
+        arguments, name = self.pop(), self.pop()
+        if not isinstance(name, Name) or name.at not in _FIELDS or arguments != ():
             raise ValueError(f"no object is made of {str(name)[:100]}")
-        self.stack.append(_Record(name.at))
+        self.stack.append(Record(name.at))
 
     def call(self, _: Any) -> None:
-        arguments, name = self._pop(), self._pop()
-        if not isinstance(name, _Name) or name.at not in _CALLED or not isinstance(arguments, tuple):
+        """REDUCE."""
+        arguments, name = self.pop(), self.pop()
+        if not isinstance(name, Name) or name.at not in _CALLED or not isinstance(arguments, tuple):
             raise ValueError(f"no call of {str(name)[:100]}")
         self.stack.append(_called(name.at, arguments))
 
     def build(self, _: Any) -> None:
-        state, record = self._pop(), self._top(_Record)
+        """BUILD."""
+        state, record = self.pop(), self.top(Record)
         if record.state is not None:
             raise ValueError(f"state of a {record.kind[1]} twice")
         if record.kind == (_METADATA, "TensorProperties"):
@@ -272,7 +294,7 @@ def _called(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
     if name == _ENUM and arguments in ((0,), (1,), (2,)):
         return _FORMATS[arguments[0]]
     # How Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since).
-    if name == _GETATTR and len(arguments) == 2 and arguments[0] == _Name(_ENUM) and arguments[1] in _FORMATS:
+    if name == _GETATTR and len(arguments) == 2 and arguments[0] == Name(_ENUM) and arguments[1] in _FORMATS:
         return arguments[1]
     if name in _PATHS and all(isinstance(part, str) for part in arguments):
         return "/".join(arguments)
@@ -281,35 +303,36 @@ def _called(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
     raise ValueError(f"{'.'.join(name)} with such arguments has no place in a tensor index")
 
 
-_STEPS: dict[str, Any] = {
-    "PROTO": _Reader.protocol,
-    "FRAME": _Reader.nothing,
-    "MARK": lambda reader, _: reader.push(_Mark()),
+STEPS: dict[str, Any] = {
+    "PROTO": PickleReader.protocol,
+    "FRAME": PickleReader.nothing,
+    "MARK": lambda reader, _: reader.push(Mark()),
     "NONE": lambda reader, _: reader.push(None),
     "NEWTRUE": lambda reader, _: reader.push(True),
     "NEWFALSE": lambda reader, _: reader.push(False),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Reader.integer),
-    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINFLOAT"), _Reader.push),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), PickleReader.integer),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINFLOAT"), PickleReader.push),
     "EMPTY_LIST": lambda reader, _: reader.push([]),
     "EMPTY_DICT": lambda reader, _: reader.push({}),
     "EMPTY_TUPLE": lambda reader, _: reader.push(()),
-    "APPEND": _Reader.append,
-    "APPENDS": _Reader.appends,
-    "SETITEM": _Reader.set_item,
-    "SETITEMS": _Reader.set_items,
-    "TUPLE": _Reader.tuple_since_mark,
+    "APPEND": PickleReader.append,
+    "APPENDS": PickleReader.appends,
+    "SETITEM": PickleReader.set_item,
+    "SETITEMS": PickleReader.set_items,
+    "TUPLE": PickleReader.tuple_since_mark,
     "TUPLE1": lambda reader, _: reader.tuple_of(1),
     "TUPLE2": lambda reader, _: reader.tuple_of(2),
     "TUPLE3": lambda reader, _: reader.tuple_of(3),
-    "MEMOIZE": _Reader.memoize,
-    "BINGET": _Reader.get,
-    "LONG_BINGET": _Reader.get,
-    "STACK_GLOBAL": _Reader.name,
-    "NEWOBJ": _Reader.new_object,
-    "REDUCE": _Reader.call,
-    "BUILD": _Reader.build,
+    "MEMOIZE": PickleReader.memoize,
+    "BINGET": PickleReader.get,
+    "LONG_BINGET": PickleReader.get,
+    "STACK_GLOBAL": PickleReader.name,
+    "NEWOBJ": PickleReader.new_object,
+    "REDUCE": PickleReader.call,
+    "BUILD": PickleReader.build,
 }
 """Every opcode that an index is read from."""
+PickleReader.steps = STEPS
 
 
 # ---- the index ----
@@ -323,7 +346,7 @@ def _index(root: Any) -> TensorIndex:
     tensors: dict[str, Entry] = {}
     others: list[str] = []
     for key, entry in entries.items():
-        if isinstance(entry, _Record) and entry.kind == (_METADATA, "BytesStorageMetadata"):
+        if isinstance(entry, Record) and entry.kind == (_METADATA, "BytesStorageMetadata"):
             others.append(_key(key))
         else:
             tensors[_key(key, tensor=True)] = _entry(key, entry)
@@ -339,7 +362,7 @@ def _index(root: Any) -> TensorIndex:
 def _entry(key: str, entry: Any) -> Entry:
     state = _state(entry, "TensorStorageMetadata", key)
     properties, size, chunks = state.get("properties"), state.get("size"), state.get("chunks")
-    dtype = properties.state[0] if isinstance(properties, _Record) and isinstance(properties.state, tuple) else None
+    dtype = properties.state[0] if isinstance(properties, Record) and isinstance(properties.state, tuple) else None
     if not isinstance(dtype, torch.dtype) or not isinstance(size, tuple) or not isinstance(chunks, list):
         raise ValueError(f"{key} without dtype, size or chunks")
     size = _sizes(size)
@@ -374,13 +397,13 @@ def _place(key: str, place: Any) -> Place:
 
 
 def _state(record: Any, name: str, key: str = "") -> Mapping[str, Any]:
-    if not isinstance(record, _Record) or record.kind[1] != name or not isinstance(record.state, dict):
-        found = record.kind[1] if isinstance(record, _Record) else type(record).__name__
+    if not isinstance(record, Record) or record.kind[1] != name or not isinstance(record.state, dict):
+        found = record.kind[1] if isinstance(record, Record) else type(record).__name__
         raise ValueError(f"a {found}{f' for {key}' if key else ''} where a whole {name} belongs")
     return record.state
 
 
-def _chunk_key(record: _Record) -> tuple[str, tuple[int, ...]]:
+def _chunk_key(record: Record) -> tuple[str, tuple[int, ...]]:
     """(key, offsets) of a MetadataIndex; () for an object or a tensor that is one chunk without offsets."""
     state = _state(record, "MetadataIndex")
     fqn, offset, hint = state.get("fqn"), state.get("offset"), state.get("index")

@@ -203,7 +203,7 @@ def test_any_changed_byte_is_read_alike_or_refused(
 
 def test_every_opcode_that_is_read_is_one_of_pickles() -> None:
     names = {opcode.name for opcode in pickletools.opcodes}
-    assert set(tensor_index._STEPS) < names
+    assert set(tensor_index.STEPS) < names
     assert not {"GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "PERSID", "BINPERSID", "EXT1", "LONG_BINPUT"} & set(
-        tensor_index._STEPS
+        tensor_index.STEPS
     )
