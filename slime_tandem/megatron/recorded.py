@@ -106,7 +106,7 @@ _LooseReader.steps = STEPS | {
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Fields of `Architecture` that no shape shows, as `as_json` has them, that the checkpoint states; empty where it states none.
+    """Fields of `Architecture` that no shape shows, as `as_json` has them, as far as the checkpoint states them.
 
     Some of Megatron's have a name of their own here, `megatron ...`, and must have the values of `PLAIN`.
     """
