@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from slime_tandem.config.load import compose_yaml, load_yaml
-from slime_tandem.errors import ConfigError
+from slime_tandem.errors import ConfigError, printable
 from slime_tandem.files import parse_json, whole_file
 
 RENAMED: dict[str, str] = {
@@ -67,7 +67,7 @@ class Change:
 
     def __str__(self) -> str:
         """As the tool prints it."""
-        return f"{self.where}: {self.old} -> {self.new or '(taken out)'}"
+        return printable(f"{self.where}: {self.old} -> {self.new or '(taken out)'}")
 
 
 def new_name(key: str) -> str | None:

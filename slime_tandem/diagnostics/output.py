@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slime_tandem.errors import printable
 from slime_tandem.files import whole_file
 from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
 from slime_tandem.report.statistics import Estimate
@@ -89,13 +90,16 @@ class Report:
     def table(self) -> Table:
         """For the terminal."""
         out = Table(
-            title=self.title, title_justify="left", caption="\n".join(self.notes) or None, caption_justify="left"
+            title=Text(printable(self.title)),
+            title_justify="left",
+            caption=Text(printable("\n".join(self.notes))) if self.notes else None,
+            caption_justify="left",
         )
         out.add_column("", overflow="fold")
         for name in ("value", "95% interval", "unit", "n"):
             out.add_column(name, justify="left" if name == "unit" else "right", overflow="fold")
         for section in (s for s in self.sections if s not in self.details):
-            out.add_row(Text(section, style="bold"))
+            out.add_row(Text(printable(section), style="bold"))
             for r in (r for r in self.rows if r.section == section):
                 e = r.estimate
                 ends = (
@@ -104,7 +108,11 @@ class Report:
                     else e.reason or ""
                 )
                 out.add_row(
-                    Text(f"  {r.name}"), _short(e.value), Text(ends), Text(r.unit), "" if r.n is None else str(r.n)
+                    Text(printable(f"  {r.name}")),
+                    _short(e.value),
+                    Text(printable(ends)),
+                    Text(r.unit),
+                    "" if r.n is None else str(r.n),
                 )
             out.add_section()
         return out

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime_tandem.config import RunConfig
+from slime_tandem.config.section import set_in
 from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError
 from slime_tandem.files import read_text, record_of
@@ -107,6 +108,8 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
     Raises TandemError kinds.
     """
     run_dir = config.run_dir
+    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+        print(f"read under slime alone, a local run takes no notice: {', '.join(unread)}", file=sys.stderr, flush=True)
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from rich.table import Table
 from rich.text import Text
 
-from slime_tandem.errors import RunDirError
+from slime_tandem.errors import RunDirError, printable
 from slime_tandem.files import is_file_name, record_of
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.metrics import METRICS
@@ -247,7 +247,9 @@ def caption(suite: SuiteResult) -> str:
 
 def suite_table(suite: SuiteResult) -> Table:
     """For the terminal: one block of lines per metric."""
-    table = Table(title=suite.name, title_justify="left", caption=caption(suite), caption_justify="left")
+    table = Table(
+        title=Text(printable(suite.name)), title_justify="left", caption=Text(caption(suite)), caption_justify="left"
+    )
     for heading in ("", "mean over seeds (95% interval)", "difference to the first"):
         table.add_column(heading, overflow="fold")
     for name in suite.metrics:
