@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slime_tandem.config import RunConfig
 from slime_tandem.config.section import set_in
 from slime_tandem.distill.teacher import describe_special
-from slime_tandem.errors import RunDirError, TandemError
+from slime_tandem.errors import RunDirError, TandemError, TeacherScoreError
 from slime_tandem.files import read_text, record_of
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder, step_of, unusable
@@ -341,6 +341,15 @@ def _learn(
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
     rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef)
+    if not rows:
+        first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
+        raise TeacherScoreError(
+            "samples that a teacher has scored",
+            f"0 of {len(scored)}",
+            "some with opd.on_failed_sample=drop_sample",
+            "mend what the first one says, or set opd.on_failed_sample=drop_opd",
+            "" if first is None else str(first),
+        )
     train_metrics = trainer.update(rows)
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)

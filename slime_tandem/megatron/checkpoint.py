@@ -156,11 +156,18 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def _unwritable(target: Path, error: BaseException) -> CheckpointError:
-    for link in _chain(error):
-        if os.strerror(errno.ENOSPC) in str(link):
-            remedy = "free some space, then run again to resume"
-            return CheckpointError(str(target), _reason(link), "room on the disk", remedy)
+    if disk_is_full(target.parent) or any(os.strerror(errno.ENOSPC) in str(link) for link in _chain(error)):
+        remedy = "free some space, then run again to resume"
+        return CheckpointError(str(target), os.strerror(errno.ENOSPC), "room on the disk", remedy)
     return CheckpointError(str(target), _reason(error), "a folder that can be written", "check its parent folder")
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Whether nothing more fits beside a folder: torch's and safetensors' writers do not say why they failed."""
+    try:
+        return shutil.disk_usage(folder).free < 2**14
+    except OSError:
+        return False
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.files import read_json, record_of, whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
-from slime_tandem.megatron.checkpoint import file_sha256, fsync, load_sharded
+from slime_tandem.megatron.checkpoint import disk_is_full, file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
 from slime_tandem.megatron.policy import COMPANIONS, MegatronPolicy, described_parameters
 from slime_tandem.megatron.recorded import KEY, differences, recorded, untold, with_told
@@ -499,8 +499,8 @@ class _Work:
                 self._take_place()
             elif isinstance(error, OSError):
                 raise CheckpointError.of_os_error(self.folder, error) from error
-            elif isinstance(error, SafetensorError) or "inline_container" in str(error):
-                # What safetensors and torch's writer make of a full disk.
+            elif isinstance(error, SafetensorError) or "inline_container" in str(error) or disk_is_full(self.folder):
+                # What safetensors and torch's writer make of a full disk, or anything else on one.
                 reason = str(error).splitlines()[0]
                 raise CheckpointError(
                     str(self.folder), reason, "a disk that takes the files", "free space; the same command goes on"

@@ -28,6 +28,7 @@ from slime_tandem.errors import (
     ModelError,
     RunDirError,
     TandemError,
+    TeacherScoreError,
     TokenizerMismatchError,
 )
 from slime_tandem.local import run as local_run
@@ -650,9 +651,8 @@ def disk_of(at: Path, mib: int) -> Iterator[None]:
 def fill(disk: Path) -> Path:
     """A file that takes all the room that is left."""
     ballast = disk / "ballast"
-    with pytest.raises(OSError, match="No space left"), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(itertools.repeat(bytes(4096)))
     return ballast
 
 
@@ -677,7 +677,7 @@ def test_a_really_full_disk_ends_in_one_sentence_and_the_run_goes_on(
         assert str(disk / "runs" / "r") in str(caught.value)
         assert "space" in caught.value.remedy
         assert "\n" not in str(caught.value)
-        with pytest.raises(RunDirError, match="No space left.*free space on that disk"):
+        with pytest.raises(RunDirError, match=r"No space left.*free space on that disk"):
             train(config, resume=True)  # told at once
         (disk / "ballast").unlink()
         train(config, resume=True)
@@ -696,7 +696,7 @@ def test_a_run_folder_that_turned_read_only_is_told_and_stays_as_it_was(
         config = RunConfig.from_mapping(tree)
         for other, resume in ((config, True), (config.model_copy(update={"name": "new"}), False)):
             with pytest.raises(
-                RunDirError, match="Read-only file system.*check the path and its permissions"
+                RunDirError, match=r"Read-only file system.*check the path and its permissions"
             ) as caught:
                 train(other, resume=resume)
             assert str(other.run_dir) in str(caught.value)
@@ -729,15 +729,16 @@ def test_nan_from_a_teacher_is_masked_and_counted_or_ends_the_run(
     train(RunConfig.from_mapping(settings(trio, tmp_path / "runs", **once)))
     (row,) = rows(tmp_path / "runs" / "r" / "metrics.jsonl")
     assert row["opd/failed_samples"] == 6.0
-    assert (row["opd/teacher_kl"], row["train/opd_loss"]) == (None, 0.0)
+    assert row["opd/teacher_kl"] is None
     assert row["train/loss"] is not None
     config = RunConfig.from_mapping(settings(trio, tmp_path / "stop", **once, opd={"on_failed_sample": "stop"}))
     with pytest.raises(TandemError, match=r"teacher.*nan: expected a finite"):
         train(config)
     config = RunConfig.from_mapping(settings(trio, tmp_path / "drop", **once, opd={"on_failed_sample": "drop_sample"}))
-    train(config)  # a step without a sample: nothing is learnt, nothing breaks
-    (row,) = rows(tmp_path / "drop" / "r" / "metrics.jsonl")
-    assert (row["opd/failed_samples"], row["train/grad_norm"]) == (6.0, None)
+    with pytest.raises(
+        TeacherScoreError, match=r"samples that a teacher has scored='0 of 6'.*\n.*nan: expected a finite"
+    ):
+        train(config)
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop_sample"])
@@ -747,12 +748,11 @@ def test_nan_from_the_senior_fails_all_samples_and_ends_the_run_in_a_sentence(
     lie(monkeypatch, "senior", "output_token_logprobs")
     tree = settings(trio, tmp_path / "runs", control=False)
     config = RunConfig.from_mapping(tree | {"sampling": {**BASE["sampling"], "on_failed_sample": policy}})
-    with pytest.raises(
-        EngineError, match=r"samples that could not be written='4 of 4': .*output_token_logprobs.*nan"
-    ) as caught:
+    with pytest.raises(EngineError, match=r"samples that could not be written='4 of 4': ") as caught:
         train(config)
+    _, first = str(caught.value).split("\n")
+    assert "output_token_logprobs[0]=nan: expected a finite log-prob" in first
     assert not list(tmp_path.glob("**/step-*"))
-    assert str(caught.value).count("\n") == 1, "the sentence, and the first sample's own"
 
 
 def test_lost_rows_are_missed_at_resume(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
