@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import inspect
 import itertools
+import sys
+import types
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,3 +395,35 @@ def test_a_prompt_is_a_str_a_chat_or_what_the_data_source_kept(sample_class: Any
     assert wire.prompt_of(sample_class(prompt="rendered")).messages == ()
     with pytest.raises(DataError, match=r"messages of sample 0\.0\.role='robot'"):
         wire.prompt_of(sample_class(metadata={"messages": [{"role": "robot", "content": ""}]}))
+
+
+def test_the_data_source_trusts_no_code_of_a_model_folder_unasked(
+    sample_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto_map` in a tokenizer's folder: our own loading runs its Python only where the settings say so."""
+    trusted: list[bool] = []
+
+    class Source:
+        def __init__(self, args: Any) -> None:
+            self.dataset = SimpleNamespace(origin_samples=[sample_class(prompt="1+1=")])
+
+    tokenizer = SimpleNamespace(apply_chat_template=lambda raw, **_: raw[0]["content"])
+    made = {
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": Source},
+        "slime.utils.data": {"filter_long_prompt": None},
+        "slime.utils.processing_utils": {
+            "load_tokenizer": lambda _, trust_remote_code: trusted.append(trust_remote_code) or tokenizer
+        },
+    }
+    for name in ("slime", "slime.rollout", "slime.utils", *made):
+        module = types.ModuleType(name)
+        vars(module).update(made.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    args = Namespace(
+        hf_checkpoint="x", apply_chat_template=True, apply_chat_template_kwargs=None, rollout_max_prompt_len=None
+    )
+    module = importlib.import_module("slime_tandem.slime_hooks.data_source")
+    for wanted in (False, True):
+        settings.use(args, RunConfig.load(overrides=[f"models.trust_remote_code={str(wanted).lower()}"]))
+        module.MessagesDataSource(args)
+    assert trusted == [False, True]
