@@ -19,11 +19,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.serve_options import DEFAULT
 from slime_tandem.engines.sglang import SglangProcess
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 from ..in_process import ThreadServer
+from ..preloaded_sglang import ON_A_CPU, PreloadedSglang
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
 
@@ -114,18 +116,21 @@ def rig(
     if not python:
         pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
     logs = tmp_path_factory.mktemp("sglang-logs")
-    servers = {
-        role: SglangProcess(folder, python=python, log_file=logs / f"{role}.log", start_timeout_s=600)
-        for role, folder in folders.items()
-    }
-    try:
-        for server in servers.values():
-            server.launch()
-        for server in servers.values():
-            server.wait_ready()
-        yield Rig("sglang", folders, dict(servers))
-        for role, server in servers.items():
-            assert server.is_alive(), f"{role}: {(logs / f'{role}.log').read_text()[-4000:]}"
-    finally:
-        for server in servers.values():
-            server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here
+    threads = {"OMP_NUM_THREADS": str(DEFAULT.threads)}
+    environment = {**os.environ, **ON_A_CPU, **threads}
+    with PreloadedSglang(python, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+        servers = {
+            role: SglangProcess(folders[role], python=its_python, log_file=logs / f"{role}.log", start_timeout_s=600)
+            for role, its_python in (("senior", python), ("junior", preloaded.python))  # one as users start it
+        }
+        try:
+            for server in servers.values():
+                server.launch()
+            for server in servers.values():
+                server.wait_ready()
+            yield Rig("sglang", folders, dict(servers))
+            for role, server in servers.items():
+                assert server.is_alive(), f"{role}: {(logs / f'{role}.log').read_text()[-4000:]}"
+        finally:
+            for server in servers.values():
+                server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here
