@@ -25,7 +25,7 @@ from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 from ..in_process import ThreadServer
-from ..preloaded_sglang import ON_A_CPU, PreloadedSglang
+from ..preloaded import ON_A_CPU, SGLANG, Preloaded
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
 
@@ -118,7 +118,7 @@ def rig(
     logs = tmp_path_factory.mktemp("sglang-logs")
     threads = {"OMP_NUM_THREADS": str(DEFAULT.threads)}
     environment = {**os.environ, **ON_A_CPU, **threads}
-    with PreloadedSglang(python, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+    with Preloaded(python, SGLANG, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
         servers = {
             role: SglangProcess(folders[role], python=its_python, log_file=logs / f"{role}.log", start_timeout_s=600)
             for role, its_python in (("senior", python), ("junior", preloaded.python))  # one as users start it

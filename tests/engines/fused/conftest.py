@@ -29,7 +29,7 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import SENIOR, TandemSample
 
-from ...preloaded_sglang import PreloadedSglang
+from ...preloaded import SGLANG, Preloaded
 
 T = TypeVar("T")
 VOCAB = 304
@@ -237,7 +237,7 @@ def sglang_python() -> str:
 def preloaded_python(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Python whose SGLang servers come up in seconds."""
     environment = launch.environment({**os.environ, "OMP_NUM_THREADS": str(DEFAULT.threads)}, cuda=False)
-    with PreloadedSglang(sglang_python, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+    with Preloaded(sglang_python, SGLANG, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
         yield preloaded.python
 
 

@@ -1,14 +1,17 @@
-"""A Python with SGLang that has imported it already: each server is forked from it, and SGLang forks its own processes.
+"""A Python that has imported what servers need: each server is forked from it, and real SGLang forks its own processes.
 
-SGLang is three processes, and each takes ten CPU seconds and more to import what it needs; the suite starts a server fifteen times.
-What runs is SGLang's own code with the command, environment and files of a start as users make it. Servers that must start
-as users start them take the plain interpreter: one of the conformance tests' two, and those that shall not come up.
+SGLang is three processes, and each takes ten CPU seconds and more to import; an embedded server takes four. The suite starts
+dozens. What runs is the server's own code with the command, environment and files of a start as users make it; it is a
+process with signals, an exit code and a group of its own. Servers that must start as users start them take the plain
+interpreter: one of the conformance tests' two, those of tests/engines/test_processes.py, one of those that shall not come up.
 
-Run by the tests' Python it is `python`, a program that takes a Python's arguments; `serve` runs in SGLang's. Standard library only.
+Run by the tests' Python it is `python`, a program that takes a Python's arguments; `serve` runs in the servers'. Standard
+library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -17,14 +20,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 READ_AT_IMPORT = ("SGLANG_", "TORCH_", "OMP_")
+MODULES = "PRELOADED_MODULES"
+"""Not in a command line, where tests look for servers."""
 READ_LATER = {"SGLANG_CPU_OMP_THREADS_BIND"}
 ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-PRELOADED = (
+SGLANG = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -32,17 +37,25 @@ PRELOADED = (
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
 )
+EMBEDDED = (
+    "slime_tandem.engines.embedded.server",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 def _settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT) and k not in READ_LATER}
 
 
-class PreloadedSglang:
-    """Starts the process that imports; a context manager. `python` is the interpreter to name in a server's command."""
+class Preloaded:
+    """Starts the process that imports `modules`; a context manager. `python` is the interpreter to name in a server's command.
 
-    def __init__(self, real: str, environment: Mapping[str, str], folder: Path) -> None:
-        self._real, self._environment = real, environment
+    What is no server, or has other settings that are read at import than `environment`, is run by `real` itself.
+    """
+
+    def __init__(self, real: str, modules: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        self._real, self._modules, self._environment = real, modules, environment
         self._socket, script = folder / "socket", folder / "python"
         words = (sys.executable, "-IS", __file__, "ask", str(self._socket), real)
         script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -55,7 +68,7 @@ class PreloadedSglang:
         listener.listen()
         self._process = subprocess.Popen(
             [self._real, "-W", "ignore", __file__, "serve", str(listener.fileno())],
-            env=self._environment,
+            env={**self._environment, MODULES: " ".join(self._modules)},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -69,17 +82,20 @@ class PreloadedSglang:
 
 def ask(path: str, real: str, arguments: list[str]) -> int:
     """`real ARGUMENTS` in a fork of the process behind the socket `path`; its exit code. Its life hangs on this process's."""
-    if arguments[:1] not in (["-m"], ["-c"]) or "--port" not in arguments:  # no server
-        os.execv(real, [real, *arguments])  # noqa: S606
+    server = arguments[:1] in (["-m"], ["-c"]) and any(a.startswith("--port") for a in arguments)
+    if not server:
+        os.execv(real, [real, *arguments])
     order = {"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd(), "parent": os.getppid()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         socket.send_fds(connection, [json.dumps(order).encode() + b"\n"], [0, 1, 2])
         answers = connection.makefile()
         pid = int(answers.readline())
+        if not pid:
+            os.execv(real, [real, *arguments])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: os.kill(pid, n))
-        while not select.select([connection], [], [], 0.5)[0]:
+        while not select.select([connection], [], [], 0.2)[0]:
             if os.getppid() != order["parent"]:
                 return 1  # and with this process its server
         return int(answers.readline() or 1)
@@ -89,7 +105,7 @@ def serve(descriptor: int) -> None:
     """Import, then fork a server for each connection, until standard input ends."""
     import importlib
 
-    for name in PRELOADED:
+    for name in os.environ[MODULES].split():
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as listener:
@@ -108,12 +124,15 @@ def _watch_over(connection: socket.socket) -> None:
     data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     while not data.endswith(b"\n"):
         data += connection.recv(1 << 16)
-    pid = os.fork()
-    if pid == 0:
-        _be_server(connection, json.loads(data), descriptors)
-    connection.sendall(b"%d\n" % pid)
-    status = os.waitpid(pid, 0)[1]
-    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    order = json.loads(data)
+    same = _settings(order["environment"]) == _settings(os.environ)
+    pid = os.fork() if same else 0
+    if same and pid == 0:
+        _be_server(connection, order, descriptors)
+    with contextlib.suppress(BrokenPipeError):  # who asked may be gone
+        connection.sendall(b"%d\n" % pid)
+        if same:
+            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     os._exit(0)
 
 
@@ -132,11 +151,6 @@ def _be_server(connection: socket.socket, order: dict[str, Any], descriptors: li
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        assert _settings(order["environment"]) == _settings(os.environ), (
-            "what SGLang reads at import is not what this server shall have",
-            _settings(order["environment"]),
-            _settings(os.environ),
-        )
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -149,11 +163,11 @@ def _be_server(connection: socket.socket, order: dict[str, Any], descriptors: li
         if way == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
-            exec(compile(what, "-c", "exec"), {"__name__": "__main__"})  # noqa: S102 - what `python -c` does
+            exec(compile(what, "-c", "exec"), {"__name__": "__main__"})
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # as an interpreter: the traceback, and exit code 1
+    except BaseException:  # noqa: BLE001 - as an interpreter: the traceback, and exit code 1
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         sys.stdout.flush()
