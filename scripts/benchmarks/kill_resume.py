@@ -64,7 +64,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     for arm in (folder / "runs" / "job", folder / "runs" / "job" / "control"):
         found |= {f"{arm.name}/{name}": rows(arm / name) for name in FILES}
         last = arm / "checkpoints" / f"step-{STEPS:06d}"
-        weights = sorted(p for p in last.rglob("*.safetensors"))
+        weights = sorted(last.glob("*.distcp"))
         found[f"{arm.name}/weights"] = [hashlib.sha256(p.read_bytes()).hexdigest() for p in weights]
         assert weights, f"{last} holds no weights"
     return found
