@@ -16,11 +16,16 @@ def test_a_signal_within_takes_effect_at_the_end(number: int) -> None:
         raise KeyboardInterrupt
 
     began = []
-    before = signal.signal(number, stop)
-    try:
-        with pytest.raises(KeyboardInterrupt), signals_wait():
+
+    def begin() -> None:
+        with signals_wait():
             os.kill(os.getpid(), number)
             began.append("child")
+
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begin()
         assert began == ["child"]
         assert signal.getsignal(number) is stop
     finally:
