@@ -46,7 +46,7 @@ def signals_wait() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    both = (signal.SIGTERM, signal.SIGINT)
+    both: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in both}
     try:
         yield

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/kill_resume.py --moments 10 --seed 0
 
-Tiny random models. One job runs undisturbed. Then, per moment, the same job gets SIGKILL at that fraction of the undisturbed
-time and is resumed until it ends; then the server of each role is killed once in a job that goes on. Rows of metrics,
+Tiny random models. One job runs undisturbed. Then, per moment, the same job gets SIGKILL when it has written that share of its
+rows, and up to a second later, and is resumed until it ends; then the server of each role is killed once in a job that goes on. Rows of metrics,
 evaluations and rewards must equal the undisturbed job's (without clocks and retries), the last checkpoints' weights too, and
 no process may be left. Exit code 1 if not.
 """
@@ -114,16 +114,21 @@ def main() -> int:
             flush=True,
         )
 
-    for moment in sorted(draw.uniform(0.05, 0.97) for _ in range(args.moments)):
-        folder = root / f"killed-{moment:.3f}"
+    def progress(folder: Path) -> list[int]:
+        return [len(rows(folder / "runs" / "job" / arm / "metrics.jsonl")) for arm in ("", "control")]
+
+    for number in range(args.moments):
+        folder = root / f"killed-{number}"
         job = start(folder, models)
-        time.sleep(moment * took)
+        while sum(progress(folder)) < number * 2 * STEPS / args.moments and job.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1.0))
         job.send_signal(signal.SIGKILL)
         job.wait()
-        written = [len(rows(folder / "runs" / "job" / arm / "metrics.jsonl")) for arm in ("", "control")]
+        written = progress(folder)
         again = ("--resume",) if (folder / "runs" / "job").exists() else ()
         code = start(folder, models, *again).wait()
-        judge(f"SIGKILL at {moment:.2f} of the time", folder, code, f"rows then {written[0]} + {written[1]}")
+        judge(f"SIGKILL after {written[0]} + {written[1]} rows", folder, code, "resumed")
 
     for role in ("senior", "junior", "teacher"):
         folder = root / f"server-{role}"
