@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/kill_resume.py --moments 10 --seed 0
 
-Tiny random models. One job runs undisturbed. Then, per moment, the same job gets SIGKILL when it has written that share of its
-rows, and up to a second later, and is resumed until it ends; then the server of each role is killed once in a job that goes on. Rows of metrics,
-evaluations and rewards must equal the undisturbed job's (without clocks and retries), the last checkpoints' weights too, and
-no process may be left. Exit code 1 if not.
+Tiny random models. One job runs undisturbed. Then, per moment, the same job gets SIGKILL when it has written that share of
+its rows, and up to a second later, and is resumed until it ends; then the server of each role is killed once in a job that
+goes on. Rows of metrics, evaluations and rewards must equal the undisturbed job's (without clocks and retries), the last
+checkpoints' weights too, and no process may be left. Exit code 1 if not.
 """
 
 from __future__ import annotations
