@@ -62,7 +62,7 @@ def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]
     return samples
 
 
-@pytest.mark.parametrize("strategy", (*STRATEGIES, *OWN))
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *OWN])
 def test_lockstep_rollouts(rig: Any, strategy: str) -> None:
     temperature = 0.8 if strategy == "chunk" else 1.0
     score = strategy in ("word", "bernoulli")
