@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -10,6 +9,7 @@ from typing import Any
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError
+from slime_tandem.files import parse_json
 from slime_tandem.tasks.answers import reward_by_label
 from slime_tandem.tasks.family import hint, make_prompt
 from slime_tandem.types import Message, Prompt
@@ -64,9 +64,8 @@ def read_jsonl(path: Path, *, labels: bool = True) -> list[Prompt]:
 def _parse_line(line: str, where: str, labels: bool) -> Prompt:
     example = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict):
         raise DataError(where, line[:80], "a JSON object", example)
