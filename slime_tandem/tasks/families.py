@@ -41,7 +41,7 @@ from slime_tandem.tasks.family import (
     is_held_out,
     make_prompt,
 )
-from slime_tandem.tasks.formulas import require_math_verify
+from slime_tandem.tasks.formulas import prepare, require_math_verify
 from slime_tandem.tasks.jsonl import JsonlFamily
 from slime_tandem.tasks.judging import Judge, Quick, Verdict
 from slime_tandem.tasks.own_scorers import OWN_SCORERS
@@ -234,7 +234,8 @@ def require_for_labels(spec: TaskSpec, where: str, known: Sequence[str] | None =
 
 def scorer_of(spec: TaskSpec, where: str) -> Reward:
     """What scores the responses of a task; a worker makes it (`judging`). A family of the user's is made anew there."""
-    if spec.reward == "label" or spec.by_label:
+    if spec.by_label:
+        prepare()
         return functools.partial(label_reward, answer=spec.answer)
     own = find_reward(spec, where)
     if own is not None:

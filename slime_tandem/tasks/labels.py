@@ -204,7 +204,7 @@ _WRAPPED = re.compile(
     r"|\${1,2}([^$]*)\${1,2}|\\\((.*)\\\)|\\\[(.*)\\\]",
     re.DOTALL,
 )
-_QUANTITY = re.compile(rf"({_SIGNED})\s*((?:\\?%|\u00b0|\u00b5|[A-Za-z\u00c5\u2126])[^\s0-9]{{0,15}}[23]?)")
+_QUANTITY = re.compile(rf"({_SIGNED}(?:/{_DECIMAL})?)\s*((?:\\?%|\u00b0|\u00b5|[A-Za-z\u00c5\u2126])[^\s0-9]{{0,15}}[23]?)")
 
 
 def _unwrapped(text: str) -> str:
@@ -230,19 +230,21 @@ def _letter(text: str) -> str | None:
 
 
 def _same_text(a: str, b: str) -> bool:
-    if (left := _normalised(a)) == (right := _normalised(b)):
-        return True
     first, second = _quantity(a), _quantity(b)
-    if first is None or second is None:
-        return False
-    return first[1] == second[1] and first[0].equals(second[0]) and left[:1].isdigit() == right[:1].isdigit()
+    if first is not None and second is not None:
+        return first[1] == second[1] and first[0].equals(second[0])
+    return _normalised(a) == _normalised(b)
 
 
 def _normalised(text: str) -> str:
-    text = _nfc(" ".join(_unwrapped(text).split())).casefold()
+    text = _plain_text(text).casefold()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'`":
         text = text[1:-1].strip()
     return _nfc(text.removesuffix(".") if text.strip(".") else text)
+
+
+def _plain_text(text: str) -> str:
+    return _nfc(" ".join(_SET_IN_TEXT.sub(r"\1", _unwrapped(text)).translate(_HYPHENS).split()))
 
 
 def _nfc(text: str) -> str:
@@ -251,15 +253,20 @@ def _nfc(text: str) -> str:
 
 
 def _quantity(text: str) -> tuple[Number, str] | None:
-    """(number, unit) of `5 cm`; units keep their case."""
-    text = _nfc(" ".join(_unwrapped(text).translate(_UNITS).split())).removesuffix(".")
+    """(number, unit) of `5 cm`. Short units keep their case, for a mW is no MW."""
+    text = _plain_text(text).translate(_UNITS).removesuffix(".")
     if len(text) > _LONGEST_NUMBER or (found := _QUANTITY.fullmatch(text)) is None:
         return None
     number = number_of(found[1])
-    return None if number is None else (number, found[2].strip("{}"))
+    unit = found[2].replace(" ", "")
+    is_word = len(unit) > _LONGEST_SYMBOL or unit.casefold() in ("am", "pm")
+    return None if number is None else (number, unit.casefold() if is_word else unit)
 
 
-_UNITS = str.maketrans({"\u2212": "-", "\u00b2": "2", "\u00b3": "3", "^": None})
+_HYPHENS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))
+_UNITS = str.maketrans({"\u00b2": "2", "\u00b3": "3", "^": None, "{": None, "}": None})
+_SET_IN_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}")
+_LONGEST_SYMBOL = 3
 
 # ---- lists ----
 
@@ -351,13 +358,14 @@ _FUNCTIONS = frozenset(
 )
 _COMMANDS = _FUNCTIONS | frozenset(
     _words(
-        "frac dfrac tfrac cfrac binom dbinom tbinom infty cdot times div pm mp circ degree angle prime left right big Big bigg "
-        "Bigg le leq ge geq lt gt ne neq approx equiv in notin cup cap setminus subset subseteq emptyset varnothing mathbb mathbf "
-        "mathrm mathcal text textbf operatorname overline underline vec hat bar sum prod int iint partial nabla to rightarrow "
-        "begin end quad qquad ldots dots cdots lfloor rfloor lceil rceil langle rangle mid vert lvert rvert Vert displaystyle "
-        "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
-        "varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar Re Im mod bmod pmod forall exists neg "
-        "land lor implies iff"
+        "frac dfrac tfrac cfrac binom dbinom tbinom infty cdot times div pm mp circ degree angle prime left right "
+        "big Big bigg Bigg le leq ge geq lt gt ne neq approx equiv in notin cup cap setminus subset subseteq "
+        "emptyset varnothing mathbb mathbf mathrm mathcal text textbf operatorname overline underline vec hat bar "
+        "sum prod int iint partial nabla to rightarrow begin end quad qquad ldots dots cdots lfloor rfloor lceil "
+        "rceil langle rangle mid vert lvert rvert Vert displaystyle alpha beta gamma delta epsilon varepsilon zeta "
+        "eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi chi psi omega Gamma Delta "
+        "Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar Re Im mod bmod pmod forall exists neg land lor implies "
+        "iff "
     )
 )
 _TOKEN = re.compile(

@@ -59,7 +59,7 @@ def _search_path() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated, as `pool_worker` says."""
+    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated (`pool_worker`)."""
 
     timeout_s: float = 5.0
     memory_mib: int | None = 2048

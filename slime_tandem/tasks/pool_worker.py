@@ -40,6 +40,10 @@ _REFUSED = frozenset(
 """Audit events (docs.python.org/3/library/audit_events.html) that reading an answer gives no reason for."""
 
 
+_OF_NUMBERS = frozenset({("sympy.polys.monomials", "_build")})
+"""Functions (module, name) that write a program of nothing but a count of variables, and evaluate that."""
+
+
 class Guard:
     """The audit hook of a guarded worker. `on`: somebody's text is being read; `refused`: what it was about to do, or None."""
 
@@ -53,14 +57,15 @@ class Guard:
         writes = event == "open" and bool(args[2] & _WRITES)
         # eval, exec and compile of text alike.
         text = event == "compile" and args[0] is not None
-        if (event in _REFUSED or writes or text) and not _importing():
+        if (event in _REFUSED or writes or text) and not _is_library(sys._getframe(1)):
             self.refused = event
             raise RuntimeError(f"refused: {event}")
 
 
-def _importing() -> bool:
-    """Whether an import is under way: libraries import some of their parts when they first need them."""
-    frame: FrameType | None = sys._getframe(2)
+def _is_library(frame: FrameType | None) -> bool:
+    """Whether a library is about its own: one of `_OF_NUMBERS`, or an import of what it now needs for the first time."""
+    if frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _OF_NUMBERS:
+        return True
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
