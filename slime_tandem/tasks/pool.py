@@ -28,7 +28,8 @@ from slime_tandem.errors import EngineUnavailableError
 from slime_tandem.tasks.pool_worker import HEAD, MAKING_S, receive
 
 _AT_ONCE = 16
-_TRIES = 2
+_TRIES, _STARTS = 2, 5
+"""How often a call is made, and how often a process is started and makes what answers, if it dies over it."""
 _GRACE_S = 2.0
 """Seconds for a process to be ended by its own timer before it is ended from here."""
 
@@ -68,7 +69,7 @@ class Limits:
 
 
 class _DiedError(Exception):
-    """A process ended before it had answered. `fate`: `timeout`, `making` (it answered nobody yet), or `died`."""
+    """A process ended before it had answered. `fate`: `timeout`, `making` (it was not ready to answer yet), or `died`."""
 
     def __init__(self, fate: str) -> None:
         super().__init__(fate)
@@ -76,7 +77,7 @@ class _DiedError(Exception):
 
 
 class _Process:
-    """One worker, started when made. Raises EngineUnavailableError if it does not come up."""
+    """One worker, started when made. Raises _DiedError if it does not come up."""
 
     def __init__(self, limits: Limits) -> None:
         self._timeout_s = limits.timeout_s
@@ -98,9 +99,7 @@ class _Process:
         try:
             self._receive(MAKING_S)
         except _DiedError:
-            expected = "one that comes up within its memory limit"
-            remedy = "read its output above; raise reward.memory_mib if it found no memory"
-            raise EngineUnavailableError("scoring process", self._process.returncode, expected, remedy) from None
+            raise _DiedError("making") from None
 
     @property
     def pid(self) -> int:
@@ -208,8 +207,9 @@ class Pool:
     def _answer(self, work: _Work, left: deque[int]) -> None:
         tries = 0
         while left and not work.stopped:
-            process = self._get()
+            process = None
             try:
+                process = self._get()
                 process.send([work.calls[i] for i in left])
                 while left:
                     work.replies[left[0]] = _read(process.reply())
@@ -218,17 +218,18 @@ class Pool:
                 self._put(process)
             except _DiedError as error:
                 tries += 1
-                if error.fate == "making" and tries >= _TRIES:
-                    expected, remedy = "one that lives to make a scorer", "read its output above"
-                    raise EngineUnavailableError("scoring process", "ended", expected, remedy) from None
-                if error.fate == "timeout" or tries >= _TRIES:
+                if error.fate == "making":
+                    if tries >= _STARTS:
+                        raise _unavailable("ended") from None
+                elif error.fate == "timeout" or tries >= _TRIES:
                     work.replies[left.popleft()] = Reply(problem="timeout" if error.fate == "timeout" else "error")
                     tries = 0
             finally:
                 with self._lock:
                     taken = process in self._busy
-                    self._busy.discard(process)
-                if taken:  # dead, or in the middle of something
+                    if process is not None:
+                        self._busy.discard(process)
+                if taken and process is not None:  # dead, or in the middle of something
                     process.end()
 
     def _get(self) -> _Process:
@@ -273,12 +274,16 @@ def _read(said: dict[str, Any]) -> Reply:
         return Reply(said["value"])
     if said["kind"] == "limit":
         return Reply(problem="error")
-    error: Exception = RuntimeError(said["parts"][0])
-    if said["ours"] is not None:
-        error = getattr(errors, said["ours"])(*said["parts"])
+    ours = said["ours"] is not None
+    error: Exception = getattr(errors, said["ours"])(*said["parts"]) if ours else RuntimeError(said["parts"][0])
     if said["kind"] == "unmade":
-        raise error
+        raise error if ours else _unavailable(str(error))
     return Reply(problem="raised", error=error)
+
+
+def _unavailable(why: str) -> EngineUnavailableError:
+    remedy = "read its output above; raise reward.memory_mib if it found no memory"
+    return EngineUnavailableError("scoring process", why, "one that comes up and finds what it is to call", remedy)
 
 
 @functools.cache
