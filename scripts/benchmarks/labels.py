@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime_tandem.config import RewardConfig, TaskSpec
 from slime_tandem.tasks.judging import Judge
 from slime_tandem.tasks.pool import Call, Limits, Pool, recipe
-from slime_tandem.config import RewardConfig, TaskSpec
 from slime_tandem.types import Prompt
 
 PAIRS = Path(__file__).parents[2] / "tests" / "tasks" / "label_pairs.tsv"
@@ -39,12 +39,15 @@ def math_verify_alone(asked: Sequence[tuple[str, str]], timeout_s: float = 5.0) 
     """The library with its own settings."""
     pool = Pool(Limits(timeout_s=timeout_s, guarded=False))
     try:
-        return [reply.value is True for reply in pool.ask([Call(recipe(Path(__file__).stem, "_library"), pair) for pair in asked])]
+        return [
+            reply.value is True
+            for reply in pool.ask([Call(recipe(Path(__file__).stem, "_library"), pair) for pair in asked])
+        ]
     finally:
         pool.close()
 
 
-def _library():  # noqa: ANN202
+def _library():
     from math_verify import parse, verify
 
     def same(label: str, answer: str) -> bool:
@@ -62,7 +65,9 @@ def main() -> None:
     asked = [(label, answer) for _, label, answer, _ in table]
     found = {"ours": ours(asked), "math-verify": math_verify_alone(asked)}
     kinds = list(dict.fromkeys(kind for kind, *_ in table))
-    print("| kind | pairs equal / different | wrongly equal: ours | math-verify | wrongly different: ours | math-verify |")
+    print(
+        "| kind | pairs equal / different | wrongly equal: ours | math-verify | wrongly different: ours | math-verify |"
+    )
     print("|---|---|---|---|---|---|")
     for kind in [*kinds, "all"]:
         rows = [i for i, row in enumerate(table) if kind in (row[0], "all")]

@@ -15,7 +15,7 @@ from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfi
 from slime_tandem.extensions import is_own
 
 AnswerKind = Literal["number", "math", "text", "choice"]
-"""What a task's labels are; docs/tasks.md says when an answer is one."""
+"""What a task's labels are; docs/extending.md says when an answer is one."""
 
 
 class TaskSpec(Section):
@@ -35,7 +35,7 @@ class TaskSpec(Section):
     answer: AnswerKind | None = Field(
         None,
         description="what the labels are, where the reward is label: number (compared by value), math (by math-verify), text, "
-        "choice (a letter); null: each label is what it looks like (docs/safety.md)",
+        "choice (a letter); null: each label is what it looks like (docs/extending.md)",
     )
     environment: Annotated[str, Named(("calculator",))] | None = Field(
         None,

@@ -60,7 +60,7 @@ def prepare() -> None:
 def formulas_equal(label: str, answer: str) -> bool:
     """Whether math-verify finds two formulas equal. An answer that it cannot read is not; takes any time."""
     parse, verify = _math_verify()
-    with _text_is_numbers():
+    with text_is_numbers():
         gold, given = parse(as_latex(label)), parse(as_latex(answer))
         if gold is None or given is None:
             return False
@@ -77,7 +77,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _text_is_numbers() -> Iterator[None]:
+def text_is_numbers() -> Iterator[None]:
     """Within it, what sympy is given as text is a number or refused; its own reader is an `eval`."""
     from sympy.parsing import sympy_parser
 

@@ -204,7 +204,9 @@ _WRAPPED = re.compile(
     r"|\${1,2}([^$]*)\${1,2}|\\\((.*)\\\)|\\\[(.*)\\\]",
     re.DOTALL,
 )
-_QUANTITY = re.compile(rf"({_SIGNED}(?:/{_DECIMAL})?)\s*((?:\\?%|\u00b0|\u00b5|[A-Za-z\u00c5\u2126])[^\s0-9]{{0,15}}[23]?)")
+_QUANTITY = re.compile(
+    rf"({_SIGNED}(?:/{_DECIMAL})?)\s*((?:\\?%|\u00b0|\u00b5|[A-Za-z\u00c5\u2126])[^\s0-9]{{0,15}}[23]?)"
+)
 
 
 def _unwrapped(text: str) -> str:
