@@ -1,8 +1,9 @@
 """False positives and negatives of our label comparison and of math-verify alone, on tests/tasks/label_pairs.tsv.
 
-`python scripts/benchmarks/labels.py [--all]`: a table by kind (docs/results/scoring.md), and with --all every pair that is judged
-wrongly. The judgements in the file are by hand: what a reader who knows some mathematics says. math-verify is asked as users ask
-it (`parse` of a box, `verify`), within a time limit, in a worker as ours is; a pair that raises or takes too long is unequal.
+`python scripts/benchmarks/labels.py [--all]`: a table by kind (docs/results/scoring.md), and with --all every pair that is
+judged wrongly. The judgements in the file are by hand: what a reader who knows some mathematics says. math-verify is asked as
+users ask it (`parse` of a box, `verify`), within a time limit, in a worker as ours is; a pair that raises or takes too long is
+unequal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Answers scored per second: in this process, as before, and in the processes that can be killed, as a run does it.
 
-`python scripts/benchmarks/scoring.py [--answers N]`: a table (docs/results/scoring.md). "with" is `TaskSet.verdicts`, one call for
-all answers, workers started beforehand; "without" calls the same scorers in this process, one answer after the other. The last
-row has one endless answer in a hundred, which nothing but a process survives.
+`python scripts/benchmarks/scoring.py [--answers N]`: a table (docs/results/scoring.md). "with" is `TaskSet.verdicts`, one call
+for all answers, workers started beforehand; "without" calls the same scorers in this process, one answer after the other. The
+last row has one endless answer in a hundred, which nothing but a process survives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a chat template comes to an end: rendered once in a process that can be killed, before it is rendered here.
 
-A template is a program in a sandbox, which keeps it from files, and from nothing that takes long or is large. What messages say is
-data to it, and is not read as a template.
+A template is a program in a sandbox, which keeps it from files, and from nothing that takes long or is large. What messages say
+is data to it, and is not read as a template.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def renderer() -> Callable[[str, Mapping[str, str]], int]:
                     )
                 except (MemoryError, RecursionError):
                     raise
-                except Exception:  # noqa: BLE001 - a template refuses roles by what it likes
+                except Exception:  # noqa: BLE001, S112 - a template refuses roles by what it likes
                     continue
                 longest = max(longest, len(text))
         return longest

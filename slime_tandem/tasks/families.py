@@ -27,7 +27,7 @@ from typing import Any
 
 from slime_tandem.config import RewardConfig, TaskSpec
 from slime_tandem.errors import ConfigError, DataError, TandemError
-from slime_tandem.extensions import find, is_own
+from slime_tandem.extensions import find, is_own, made, said
 from slime_tandem.tasks import labels
 from slime_tandem.tasks.answers import extract_answer, guarded, label_reward, quick_label_reward
 from slime_tandem.tasks.family import (
@@ -207,8 +207,7 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
     except TandemError:
         raise
     except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(field, why, "a number in [0, 1]", "mend the function") from error
+        raise DataError(field, said(error), "a number in [0, 1]", "mend the function") from error
     if inspect.iscoroutine(value):
         value.close()
     try:
@@ -257,13 +256,7 @@ def quick_of(spec: TaskSpec, family: Family | None) -> Quick:
 
 def _make(spec: TaskSpec, where: str) -> Family:
     make: Callable[[TaskSpec, str], object] = find_family(spec.family, f"{where}.family")
-    try:
-        family = make(spec, where)
-    except TandemError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{where}.family", spec.family, f"one that can be made ({why})", "mend it") from error
+    family = made(make, spec, where, field=f"{where}.family", name=spec.family)
     if not isinstance(family, Family):
         expected = "something that makes a task family (`stream` and `reward`)"
         raise ConfigError(f"{where}.family", spec.family, expected, "see docs/extending.md")
@@ -350,11 +343,10 @@ class _ReasoningGym:
         try:
             self._build(seed=0, size=1)[0]
         except Exception as error:  # data sets refuse their config by any exception, mostly AssertionError
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
                 f"{where}.config",
                 self._spec.config,
-                f"a config that {family} accepts; it says {reason}",
+                f"a config that {family} accepts; it says {said(error)}",
                 "change these settings of the data set",
             ) from error
 

@@ -1,8 +1,8 @@
 r"""Whether two formulas are equal, by math-verify; called in a worker (`pool`) alone, for it has no bound of its own.
 
 math-verify reads LaTeX by a grammar and builds trees, but hands numbers and some arguments of functions to sympy as text, which
-sympy evaluates as Python (`parse_expr`). While a formula is read here, sympy's reader takes numbers alone. math-verify's reader of
-plain expressions, which is nothing but `parse_expr`, is not asked. Decimals are exact fractions, not rounded to six digits.
+sympy evaluates as Python (`parse_expr`). While a formula is read here, sympy's reader takes numbers alone. math-verify's reader
+of plain expressions, which is nothing but `parse_expr`, is not asked. Decimals are exact fractions, not rounded to six digits.
 """
 
 from __future__ import annotations

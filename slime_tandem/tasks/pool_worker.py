@@ -23,6 +23,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from slime_tandem.errors import TandemError
+from slime_tandem.extensions import said
+
 HEAD = struct.Struct("!Q")
 MAKING_S = 300.0
 """Seconds that making what answers may take: imports, a family of the user's."""
@@ -75,13 +78,11 @@ def _is_library(frame: FrameType | None) -> bool:
 
 def _parts(error: BaseException) -> dict[str, Any]:
     """An error as JSON: its class and its parts if it is one of ours, else what it says."""
-    from slime_tandem.errors import TandemError
-
     if isinstance(error, TandemError):
         plain = isinstance(error.value, (str, int, float, bool, type(None)))
         value = error.value if plain else repr(error.value)
         return {"ours": type(error).__name__, "parts": [error.field, value, error.expected, error.remedy]}
-    return {"ours": None, "parts": [" ".join(f"{type(error).__name__}: {error}".split())[:500]]}
+    return {"ours": None, "parts": [said(error)[:500]]}
 
 
 class Worker:

@@ -61,7 +61,7 @@ BOMBS = {
     "of the prompt": "{{ messages[0].content * 1000000 }}",
     "width": "{{ '%09999999d' | format(1) }}",
     "doubled": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3,
 }
 
 

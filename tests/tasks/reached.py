@@ -1,8 +1,8 @@
 """What a function can call: its source, the sources of what it calls, and so on through the packages that are walked.
 
 Names are found as Python finds them: globals of the module, what an enclosing function holds, imports inside the function,
-attributes of modules, classes and `self`. A method of a value of unknown class is every function of that name in the modules that
-`near` names, and counts by its name. So more is found than can happen, and nothing less.
+attributes of modules, classes and `self`. A method of a value of unknown class is every function of that name in the modules
+that `near` names, and counts by its name. So more is found than can happen, and nothing less.
 """
 
 from __future__ import annotations

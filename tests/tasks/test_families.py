@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,42 +166,14 @@ def test_a_scorer_that_cannot_read_its_own_label_is_an_error_in_a_worker_too() -
         tasks.reward(broken, "<answer>4</answer>")
 
 
+BUILTINS = """abs all any bool chr complex dict dir enumerate float int isinstance len list map max min next ord print range set
+sorted str sum super tuple zip KeyError ValueError"""
+METHODS = """add adjusted append endswith extend findall format get group groups index intersection is_zero isnumeric isdigit
+items join keys lower match pop quantize remove replace rindex rstrip sort split splitlines startswith strip title update
+upper values"""
 HARMLESS = {
-    *(
-        f"builtins.{name}"
-        for name in [
-            "abs",
-            "all",
-            "any",
-            "bool",
-            "chr",
-            "complex",
-            "dict",
-            "dir",
-            "enumerate",
-            "float",
-            "int",
-            "isinstance",
-            "len",
-            "list",
-            "map",
-            "max",
-            "min",
-            "next",
-            "ord",
-            "print",
-            "range",
-            "set",
-            "sorted",
-            "str",
-            "sum",
-            "super",
-            "tuple",
-            "zip",
-            "KeyError",
-            "ValueError",
-        ]
-    ),
+    *(f"builtins.{name}" for name in BUILTINS.split()),
+    *(f".{name}" for name in METHODS.split()),  # of texts, lists, dicts, sets, matches, Decimals
     *("copy.deepcopy", "decimal.Decimal", "fractions.Fraction", "json.dumps", "json.loads", "math.exp", "math.prod"),
     *("re.findall", "re.fullmatch", "re.match", "re.search", "re.split", "re.sub"),
     *(
@@ -212,59 +185,12 @@ HARMLESS = {
         "numpy.round",
     ),  # a list of lines
     *("magiccube.cube.Cube", "zss.compare.simple_distance", "zss.simple_tree.Node"),
-    *(  # methods of texts, lists, dicts, sets, matches, Decimals
-        f".{name}"
-        for name in [
-            "add",
-            "adjusted",
-            "append",
-            "endswith",
-            "extend",
-            "findall",
-            "format",
-            "get",
-            "group",
-            "groups",
-            "index",
-            "intersection",
-            "is_zero",
-            "isnumeric",
-            "isdigit",
-            "items",
-            "join",
-            "keys",
-            "lower",
-            "match",
-            "pop",
-            "quantize",
-            "remove",
-            "replace",
-            "rindex",
-            "rstrip",
-            "sort",
-            "split",
-            "splitlines",
-            "startswith",
-            "strip",
-            "title",
-            "update",
-            "upper",
-            "values",
-        ]
-    ),
     *(".addkid", ".is_done", ".rotate"),  # of zss and magiccube
-    *(
-        "._Game",
-        "._is_solved",
-        ".evaluate",
-        ".get_curr_state",
-        ".load_puzzle_matrix",
-        ".move",
-        ".perform_moves",
-    ),  # walked
+    # Methods of reasoning-gym's own classes, whose bodies are walked.
+    *("._Game", "._is_solved", ".evaluate", ".get_curr_state", ".load_puzzle_matrix", ".move", ".perform_moves"),
 }
-"""All that the scorers of the families on offer call outside of reasoning-gym: nothing that runs a text, starts a process or opens a
-file. What is new is looked at before it is added; a family that calls anything else gets a scorer of ours or is refused."""
+"""All that the scorers of the families on offer call outside of reasoning-gym: nothing that runs a text, starts a process or
+opens a file. What is new is looked at before it is added; a family that calls anything else gets our own scorer or is refused."""
 
 
 def reached_by(name: str) -> set[str]:
@@ -304,7 +230,6 @@ EVALUATES = {
     "literal_eval",
     "__import__",
     "loads",
-    "load",
     "system",
 }
 
@@ -347,7 +272,7 @@ def test_our_own_scorers_give_the_right_answer_all_marks(family: str) -> None:
     prompts = tasks.train_prompts(0, 6)
     verdicts = tasks.verdicts([(p, f"<answer>{p.label}</answer>") for p in prompts])
     assert [v.reward for v in verdicts] == [1.0] * 6
-    others = tasks.verdicts([(p, f"<answer>{q.label}</answer>") for p, q in zip(prompts, prompts[1:], strict=False)])
+    others = tasks.verdicts([(p, f"<answer>{q.label}</answer>") for p, q in itertools.pairwise(prompts)])
     assert all(v.reward < 1.0 for v in others)
 
 

@@ -176,7 +176,7 @@ def test_labels_that_need_math_verify_are_refused_without_it(tmp_path: Path, mon
         ("B", None, False),
         ("x+1", "text", False),
     ):
-        file.write_text('{"prompt": "a", "label": "%s"}\n' % label)
+        file.write_text(f'{{"prompt": "a", "label": "{label}"}}\n')
         spec = TaskSpec.model_validate({"family": "jsonl", "path": str(file), "answer": answer})
         if refused:
             with pytest.raises(ConfigError, match=r"tasks\.0\.answer=.*math-verify, which is not installed"):

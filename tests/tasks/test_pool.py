@@ -94,7 +94,7 @@ def test_a_guarded_process_writes_no_file(pool: Pool, tmp_path: Path) -> None:
 
 def test_what_cannot_be_made_says_why(pool: Pool) -> None:
     make = recipe("pool_functions", "refuses")
-    with pytest.raises(ConfigError, match="tasks.0=3: expected another") as caught:
+    with pytest.raises(ConfigError, match=r"tasks\.0=3: expected another") as caught:
         pool.ask([Call(make, ())])
     assert (caught.value.field, caught.value.value) == ("tasks.0", 3)
     with pytest.raises(EngineUnavailableError, match="ModuleNotFoundError: No module named 'no_such_module'"):
