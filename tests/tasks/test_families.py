@@ -166,11 +166,11 @@ def test_a_scorer_that_cannot_read_its_own_label_is_an_error_in_a_worker_too() -
         tasks.reward(broken, "<answer>4</answer>")
 
 
-BUILTINS = """abs all any bool chr complex dict dir enumerate float int isinstance len list map max min next ord print range set
-sorted str sum super tuple zip KeyError ValueError"""
-METHODS = """add adjusted append endswith extend findall format get group groups index intersection is_zero isnumeric isdigit
-items join keys lower match pop quantize remove replace rindex rstrip sort split splitlines startswith strip title update
-upper values"""
+BUILTINS = """abs all any bool bytes chr complex dict dir enumerate float int isinstance KeyError len list map max min next
+ord print range set slice sorted str sum super tuple ValueError zip"""
+METHODS = """add adjusted append choices decode end endswith extend findall format get group groups index intersection
+is_zero isdigit isnumeric items join keys lower match pop quantize remove replace rindex rstrip sort split
+splitlines startswith strip title tobytes tolist update upper values"""
 HARMLESS = {
     *(f"builtins.{name}" for name in BUILTINS.split()),
     *(f".{name}" for name in METHODS.split()),  # of texts, lists, dicts, sets, matches, Decimals
@@ -180,6 +180,7 @@ HARMLESS = {
         "numpy.absolute",
         "numpy.allclose",
         "numpy.array",
+        "numpy.empty",
         "numpy.isclose",
         "numpy.loadtxt",
         "numpy.round",
@@ -188,9 +189,10 @@ HARMLESS = {
     *(".addkid", ".is_done", ".rotate"),  # of zss and magiccube
     # Methods of reasoning-gym's own classes, whose bodies are walked.
     *("._Game", "._is_solved", ".evaluate", ".get_curr_state", ".load_puzzle_matrix", ".move", ".perform_moves"),
+    *(".can_move", ".reverse_move", ".simplify"),
 }
 """All that the scorers of the families on offer call outside of reasoning-gym: nothing that runs a text, starts a process or
-opens a file. What is new is looked at before it is added; a family that calls anything else gets our own scorer or is refused."""
+opens a file. What is new is looked at before it is added; a family that calls more gets our own scorer or is refused."""
 
 
 def reached_by(name: str) -> set[str]:
