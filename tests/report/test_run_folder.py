@@ -79,7 +79,9 @@ def test_rows_of_steps_that_the_checkpoint_has_done_are_missed(tmp_path, damage)
         path.unlink()
     else:
         path.write_bytes(left[damage])
-    with pytest.raises(RunDirError, match=r"metrics\.jsonl='\d rows, the first .* step \d'.* 3 steps that the checkpoint"):
+    with pytest.raises(
+        RunDirError, match=r"metrics\.jsonl='\d rows, the first .* step \d'.* 3 steps that the checkpoint"
+    ):
         RunWriter(tmp_path, resume_step=3)
 
 
