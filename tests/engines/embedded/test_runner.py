@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from slime_tandem.engines.embedded import runner as runner_module
 from slime_tandem.engines.embedded.kv_model import KVModel
+from slime_tandem.engines.embedded.patterns import compile_pattern
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
 from slime_tandem.errors import ModelError
 from slime_tandem.models.hf import load_model
@@ -244,7 +244,7 @@ def test_stop_strings_and_regexes_keep_the_completing_token(
         make_runner(),
         [
             make_job([9, 9], 10, stop=("absent", needle)),
-            make_job([9, 9], 10, stop_regex=(re.compile("zzz"), re.compile(f"^.*{needle}"))),
+            make_job([9, 9], 10, stop_regex=(compile_pattern("zzz"), compile_pattern(f"^.*{needle}"))),
             make_job([9, 9], 10, stop=("absent",)),
         ],
     )
@@ -267,7 +267,7 @@ def test_text_that_ends_inside_a_character_waits_for_the_rest(
 
     runner = Runner(load_model(folders["llama"]), decode, max_batch=2, cache_tokens=256, weight_version="v0")
     [free] = run_jobs(runner, [make_job([9, 9], 8)])
-    [out] = run_jobs(runner, [make_job([9, 9], 8, stop_regex=(re.compile("\ufffd"),))])
+    [out] = run_jobs(runner, [make_job([9, 9], 8, stop_regex=(compile_pattern("\ufffd"),))])
     assert out.output_ids == free.output_ids
     letter = chr(0x4E00 + free.output_ids[2])
     [out] = run_jobs(runner, [make_job([9, 9], 8, stop=(letter,))])

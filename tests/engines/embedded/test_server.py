@@ -34,6 +34,7 @@ def http(
     """(status, parsed JSON or text) of one plain request; POST if there is a body."""
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{server.url}{path}", data=data, method=method)
+    request.add_header("Content-Type", "application/json")
     if key:
         request.add_header("Authorization", key)
     try:
