@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
 from slime_tandem.config import EngineConfig, ModelsConfig
+from slime_tandem.engines.sglang_child import API_KEY_ENV
 from slime_tandem.errors import ConfigError, DataError
 
 T = TypeVar("T")
-API_KEY_ENV = "SLIME_TANDEM_API_KEY"
-"""The environment variable in which a child finds its key."""
 PORT = 30000
 """Where a server listens that a person starts, as SGLang's; one that a program starts takes any free port."""
 _ENGINE, _MODELS = EngineConfig(), ModelsConfig()
@@ -75,6 +74,10 @@ allowed_hosts=None, served_name=None, weight_version='default', trust_remote_cod
                 value, (low, high) = getattr(self, option.name), option.metadata["within"]
                 if not low <= value <= high:
                     raise DataError(option.name, value, f"at least {low} and at most {high}", "choose another value")
+        self.require_key()
+
+    def require_key(self) -> None:
+        """Raise DataError for a server without a key that other machines could reach."""
         if self.api_key is None and not is_loopback(self.host):
             expected = "a loopback address (127.0.0.1, ::1, localhost), or a key that clients must send"
             raise DataError("host", self.host, expected, "set a key with --api-key-env, or bind to 127.0.0.1")

@@ -52,6 +52,9 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
         raise ModelError(
             "model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used"
         )
+    odd = next((file for file in sorted(path.iterdir()) if not file.is_file() and not file.is_dir()), None)
+    if odd is not None:  # reading a pipe or a device may never end
+        raise ModelError("model", str(odd), "regular files, no pipe, device, socket or broken link", "remove it")
     read_model_config(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:

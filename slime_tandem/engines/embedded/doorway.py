@@ -3,8 +3,8 @@
 A server on a loopback address is within reach of every web page that the machine's user has open: a page may send it requests
 (`fetch` with a content type of a form), and a page whose own name is re-bound to 127.0.0.1 may even read the answers. So a
 request must call the server by a name of its own, must not come from a page of another origin, and must send JSON as JSON,
-which a page cannot do without asking first. Bodies are bounded, each and together, and large ones are parsed outside the event loop.
-It knows no field of any request.
+which a page cannot do without asking first. Bodies are bounded, each and together, and large ones are parsed outside the
+event loop. It knows no field of any request.
 """
 
 from __future__ import annotations
