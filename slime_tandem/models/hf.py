@@ -48,7 +48,11 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
     Reads the config and the headers of the weight files, not the weights.
     """
     path = Path(folder)
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError:  # no file system has a name of such a length
+        found = False
+    if not found:
         raise ModelError(
             "model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used"
         )

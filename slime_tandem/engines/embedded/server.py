@@ -13,6 +13,7 @@ import contextlib
 import errno
 import gc
 import json
+import logging
 import os
 import resource
 import signal
@@ -52,6 +53,11 @@ _SENT_S = 120.0
 _LARGE_ANSWER = 2**13
 """Numbers in an answer from which on it is written outside the event loop."""
 _PIECE = 4096
+_LONGEST_PATH = 4096
+_SILENT = logging.getLogger("slime_tandem.engines.embedded.http")
+"""aiohttp's: it writes a traceback for each request that is no HTTP, so that a stranger could fill the disk."""
+_SILENT.addHandler(logging.NullHandler())
+_SILENT.propagate = False
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -164,6 +170,7 @@ class Server:
             shutdown_timeout=_STOP_TIMEOUT_S,
             keepalive_timeout=_IDLE_S,
             auto_decompress=False,  # a compressed body is refused: a small one may be endless
+            logger=_SILENT,
         )
 
     @web.middleware
@@ -273,7 +280,7 @@ class Server:
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await self._body(request)
         path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not path or not _is_path(path):
+        if not isinstance(path, str) or not 0 < len(path) <= _LONGEST_PATH or not _is_path(path):
             raise refuse("model_path", path, "the folder that holds the new weights")
         if version is not None and (not isinstance(version, str) or len(version) > Bounds.NAME):
             raise refuse("weight_version", version, f"a string of at most {Bounds.NAME} characters")
