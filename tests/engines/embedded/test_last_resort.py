@@ -16,16 +16,22 @@ import pytest
 from ...waiting import PATIENCE_S
 
 HELD = """
-import re, signal, sys
+import re, signal, sys, threading, time
 from slime_tandem.engines.embedded.last_resort import LastResort
-signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+handled = []
+signal.signal(signal.SIGTERM, lambda *_: handled.append(print("handled", flush=True)))
 watching = LastResort(0.3)
 if sys.argv[1] == "end":
     watching.end()
-print(watching._watcher.pid, flush=True)
+def hold():  # never returns, and lets no other thread run
+    print(watching._watcher.pid, flush=True)
+    re.search("(a+)+$", "a" * 100 + "!")
 if sys.argv[1] == "hold":
-    re.search("(a+)+$", "a" * 100 + "!")  # never returns, and lets nobody else run
-signal.pause()
+    threading.Thread(target=hold, daemon=True).start()
+else:
+    print(watching._watcher.pid, flush=True)
+while not handled:
+    time.sleep(0.01)
 """
 
 
