@@ -7,9 +7,13 @@ in the environment) is tested on `engines.processes.ServerProcess`.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from aiohttp import web
@@ -19,6 +23,25 @@ from slime_tandem.engines.embedded.engine_thread import EngineThread
 from slime_tandem.engines.embedded.server import Server, load_served, model_info
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model
+
+
+def ask(
+    url: str, path: str, body: Any = None, method: str | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, Any]:
+    """(status, parsed JSON or text) of one plain request; POST if there is a body, which is bytes or becomes JSON."""
+    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+    named = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"{url}{path}", data=data, method=method, headers=named)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status, raw = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, raw = error.code, error.read()
+    try:
+        return status, json.loads(raw)
+    except ValueError:
+        return status, raw.decode()
 
 
 class ThreadServer:

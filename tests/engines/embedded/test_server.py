@@ -6,8 +6,6 @@ import asyncio
 import json
 import math
 import random
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from slime_tandem.errors import EngineRejectedError
 from slime_tandem.models.hf import load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
-from ...in_process import ThreadServer
+from ...in_process import ThreadServer, ask
 from ...waiting import PATIENCE_S
 
 TOLERANCE = 1e-5
@@ -36,22 +34,7 @@ VOCAB, CONTEXT, BOS, EOS = 304, 256, 0, 1
 def http(
     server: ThreadServer | ServerProcess, path: str, body: Any = None, method: str | None = None, key: str = ""
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one plain request; POST if there is a body."""
-    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{server.url}{path}", data=data, method=method)
-    request.add_header("Content-Type", "application/json")
-    if key:
-        request.add_header("Authorization", key)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            status, raw = response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            status, raw = error.code, error.read()
-    try:
-        return status, json.loads(raw)
-    except ValueError:
-        return status, raw.decode()
+    return ask(server.url, path, body, method, {"Authorization": key} if key else {})
 
 
 def with_client(server: ThreadServer, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:

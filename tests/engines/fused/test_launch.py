@@ -130,6 +130,20 @@ def run_server(a): print(json.dumps([a.argv, a.api_key, repr(a.api_key), {API_KE
         FusedServer(*pair, tables=[], sglang=sglang, log_file=tmp_path / "log")
 
 
+@pytest.mark.parametrize("flags", [("--max-batch", "8"), ("--cache-tokens", "512"), ("--allowed-hosts", "box")])
+def test_serve_passes_over_no_flag_that_a_fused_server_does_not_take(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, str],
+) -> None:
+    monkeypatch.setenv(PYTHON_ENV, python_with_sglang(tmp_path))
+    pair = [str(folders["qwen3-senior"]), str(folders["qwen3-junior"])]
+    assert cli.main(["serve", "--port", "0", *flags, "--fused", *pair]) == 2
+    assert flags[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
 def test_options_of_the_embedded_server_alone_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     pair = folders["qwen3-senior"], folders["qwen3-junior"]
     with pytest.raises(ConfigError, match=r"cache_tokens=64: .*FusedServer"):
