@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
 
 from aiohttp import web
-from multidict import CIMultiDictProxy
 
 MAX_BODY_BYTES = 2**24
 """Of one request. JSON of this size is parsed within a second, which is how long it may hold the interpreter."""
@@ -104,7 +103,7 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _foreign_page(headers: CIMultiDictProxy[str] | Mapping[str, str], host: str) -> str | None:
+def _foreign_page(headers: Mapping[str, str], host: str) -> str | None:
     """The header by which a browser says that a page of another origin asks; None for none."""
     origin = headers.get("Origin")
     if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):

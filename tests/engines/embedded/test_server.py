@@ -560,6 +560,10 @@ def test_weight_updates_and_the_key(
     for body, field in (
         ({"model_path": 5}, "model_path"),
         ({"model_path": "x", "weight_version": 5}, "weight_version"),
+        ({"model_path": "x", "weight_version": "v" * 1025}, "weight_version"),
+        ({"model_path": "x" * 10_000}, "model_path"),
+        ({"model_path": "\ud800"}, "model_path"),
+        ({"model_path": "a\0b"}, "model_path"),
         ({"model_path": "x", "flush_cache": False}, "flush_cache"),
     ):
         status, answer = http(server, "/update_weights_from_disk", body, key="Bearer open sesame")
