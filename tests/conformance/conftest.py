@@ -22,6 +22,7 @@ from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
 from ..in_process import ThreadServer, ask
+from ..preloaded import ON_A_CPU, SGLANG, Preloaded
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
 KEY = "the-key-of-the-conformance-tests"
@@ -106,21 +107,26 @@ def rig(
         pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
     logs = tmp_path_factory.mktemp("sglang-logs")
     options = ServeOptions(api_key=KEY)
-    servers = {
-        role: SglangProcess(folder, options, python=python, log_file=logs / f"{role}.log", start_timeout_s=600)
-        for role, folder in folders.items()
-    }
-    try:
-        for server in servers.values():
-            server.launch()
-        for server in servers.values():
-            server.wait_ready()
-        yield Rig("sglang", folders, dict(servers))
-        for role, server in servers.items():
-            log = (logs / f"{role}.log").read_text()
-            assert server.is_alive(), f"{role}: {log[-4000:]}"
-            assert "api_key=***" in log, "SGLang writes its arguments"
-            assert KEY not in log
-    finally:
-        for server in servers.values():
-            server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
+    environment = {**os.environ, **ON_A_CPU, **threads}
+    with Preloaded(python, SGLANG, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+        servers = {
+            role: SglangProcess(
+                folders[role], options, python=its_python, log_file=logs / f"{role}.log", start_timeout_s=600
+            )
+            for role, its_python in (("senior", python), ("junior", preloaded.python))  # one as users start it
+        }
+        try:
+            for server in servers.values():
+                server.launch()
+            for server in servers.values():
+                server.wait_ready()
+            yield Rig("sglang", folders, dict(servers))
+            for role, server in servers.items():
+                log = (logs / f"{role}.log").read_text()
+                assert server.is_alive(), f"{role}: {log[-4000:]}"
+                assert "api_key=***" in log, "SGLang writes its arguments"
+                assert KEY not in log
+        finally:
+            for server in servers.values():
+                server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here

@@ -49,7 +49,7 @@ senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, side_url) -> Iterator[None]:  # type: ignore[no-untyped-def]
+def _shared_servers(trio, side_url, forked_servers) -> Iterator[None]:  # type: ignore[no-untyped-def]
     with ThreadServer(trio.senior) as senior, Forks() as forks:
         _forks.append(forks)
         _urls.update(senior_url=senior.url, junior_url=side_url("junior"), teacher_url=side_url("teacher"))
