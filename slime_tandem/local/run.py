@@ -128,7 +128,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
-    tasks = TaskSet(config.tasks, config.seed)
+    tasks = TaskSet(config.tasks, config.seed, config.reward)
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:
@@ -354,7 +354,7 @@ def _learn(
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, tasks, team.roster.student.tokens.eos_ids),
+        **rollout_metrics(scored, team.roster.student.tokens.eos_ids),
         **group_metrics,
         **train_metrics,
         **seconds,

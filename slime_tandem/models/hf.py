@@ -48,10 +48,17 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
     Reads the config and the headers of the weight files, not the weights.
     """
     path = Path(folder)
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError:  # no file system has a name of such a length
+        found = False
+    if not found:
         raise ModelError(
             "model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used"
         )
+    odd = next((file for file in sorted(path.iterdir()) if not file.is_file() and not file.is_dir()), None)
+    if odd is not None:  # reading a pipe or a device may never end
+        raise ModelError("model", str(odd), "regular files, no pipe, device, socket or broken link", "remove it")
     read_model_config(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:

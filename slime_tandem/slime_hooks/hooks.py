@@ -7,6 +7,7 @@ inside functions: this module loads without them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +29,15 @@ from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_
 from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+from slime_tandem.slime_hooks.refused import OUR_REWARD
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE, Parked
-from slime_tandem.tasks.answers import extract_answer, label_reward
-from slime_tandem.tasks.families import checked_reward, find_reward
+from slime_tandem.tasks.families import find_reward, quick_of, require_for_labels
+from slime_tandem.tasks.judging import Judge, Verdict, counted
 from slime_tandem.team.own_code import check_extensions
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
-from slime_tandem.types import ScoredSample
+from slime_tandem.types import Prompt, ScoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +84,31 @@ async def reward(args: Any, sample: Any, **_: Any) -> float:
     else a box) is the label, else 0.0.
 
     What the local runtime gives (a family's own scorer apart); generate uses it where no reward is named. The task is that of
-    number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. Raises ConfigError
-    and DataError as a `TaskSet`.
+    number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. It is scored outside of
+    the event loop, within the limits of `reward`; one past them gets 0.0 and is counted. Raises ConfigError and DataError as
+    a `TaskSet`.
     """
     tasks, index = settings(args).tasks, (sample.metadata or {}).get("spec")
     index = index if isinstance(index, int) and 0 <= index < len(tasks) else 0
-    own = find_reward(tasks[index], f"tasks.{index}")
-    if own is not None and tasks[index].reward != "label":
-        return checked_reward(own, wire.prompt_of(sample), sample.response, f"tasks.{index}")
-    answer = extract_answer(sample.response)
-    return 0.0 if answer is None or sample.label is None else label_reward(str(sample.label), answer)
+    label = None if sample.label is None else str(sample.label)
+    judge, by_label = _judge(settings(args), index)
+    if by_label and label is None:
+        return 0.0
+    prompt = Prompt(f"slime/{sample.group_index}", (), label, "slime") if by_label else wire.prompt_of(sample)
+    (verdict,) = await asyncio.to_thread(judge.verdicts, [(prompt, sample.response)])
+    if verdict.problem is not None:
+        sample.metadata = {**(sample.metadata or {}), wire.PROBLEM: verdict.problem}
+    return verdict.reward
+
+
+def _judge(config: RunConfig, index: int) -> tuple[Judge, bool]:
+    """(what scores the responses to a task, whether it compares them with labels). Raises ConfigError as a `TaskSet`."""
+    spec, where = config.tasks[index], f"tasks.{index}"
+    find_reward(spec, where)
+    if spec.reward is None:  # a family's own scorer knows more than slime's sample holds
+        spec = spec.model_copy(update={"reward": "label"})
+    require_for_labels(spec, where)
+    return Judge(spec, where, config.reward, quick_of(spec, None)), spec.by_label
 
 
 async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
@@ -112,7 +129,7 @@ def log_rollout(
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
         eos = frozenset(s.tokens[-1] for s in written if wire.ends_turn(s))
-        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos)})
+        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)})
     return False
 
 
@@ -122,7 +139,7 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
     for name, found in data.items():
         written = [s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
         if written:
-            metrics = response_metrics([_scored(s, args, settings(args)) for s in written])
+            metrics = {**response_metrics([_scored(s, args, settings(args)) for s in written]), **_past_limits(written)}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
     return False
 
@@ -226,6 +243,10 @@ def _reward_of(sample: Any, args: Any) -> float:
     return value
 
 
+def _past_limits(samples: Sequence[Any]) -> dict[str, float]:
+    return counted([Verdict(0.0, (s.metadata or {}).get(wire.PROBLEM)) for s in samples])
+
+
 def _scored(sample: Any, args: Any, config: RunConfig) -> ScoredSample:
     teacher, error = wire.scores_of(sample)
     value = 0.0 if sample.reward is None else _reward_of(sample, args)
@@ -256,6 +277,9 @@ def megatron_init(args: Any) -> None:
 
     config = settings(args)
     check_extensions(config)
+    if getattr(args, "rm_type", None) is None and getattr(args, "custom_rm_path", None) in (None, OUR_REWARD):
+        for index in range(len(config.tasks)):
+            _judge(config, index)
     versions = {"torch": torch.__version__, "megatron.core": megatron.core.__version__, "numpy": numpy.__version__}
     logger.info(f"slime_tandem trainer: {versions}, opd.signal {config.opd.signal if config.opd.enabled else 'none'}")
 

@@ -44,6 +44,8 @@ RECORD = "slime_tandem"
 """The key of `sample.metadata` under which a response's record stands."""
 SCORES = "slime_tandem_scores"
 """The same for what the teachers said of it."""
+PROBLEM = "slime_tandem_reward"
+"""The same for the limit that scoring its response went past: `timeout` or `error`."""
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
 
@@ -237,7 +239,7 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES)}
+    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES, PROBLEM)}
     label = None if sample.label is None else str(sample.label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def score_file(job: ScoreJob) -> ScoreResult:
         url = job.teacher_url
         try:
             if url is None:
+                job = replace(job, api_key=job.api_key or secrets.token_urlsafe(32))
                 options = ServeOptions(
                     dtype=job.dtype, threads=os.cpu_count() or 1, api_key=job.api_key, trust_remote_code=trust
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,6 +21,7 @@ import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.sglang_child import API_KEY_ENV
 from slime_tandem.errors import (
     CheckpointError,
     ConfigError,
@@ -37,7 +39,7 @@ from slime_tandem.rollout.boundaries import BoundaryRecord
 
 from ..forked import Command, Forks
 from ..in_process import ThreadServer
-from ..waiting import PATIENCE_S, wait_until
+from ..waiting import wait_until
 
 BASE: dict[str, Any] = {
     "name": "r",
@@ -61,7 +63,7 @@ senior's every run sends its own weights first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_servers(trio, side_url) -> Iterator[None]:  # type: ignore[no-untyped-def]
+def _shared_servers(trio, side_url, forked_servers) -> Iterator[None]:  # type: ignore[no-untyped-def]
     with ThreadServer(trio.senior) as senior, Forks() as forks:
         _forks.append(forks)
         _urls.update(senior_url=senior.url, junior_url=side_url("junior"), teacher_url=side_url("teacher"))
@@ -155,11 +157,49 @@ def uninterrupted(trio, _shared_servers: None, tmp_path_factory: pytest.TempPath
         "slime_tandem.cli",
         *arguments(settings(trio, root / "runs", **own("senior")), root),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
-    assert "ResourceWarning" not in done.stderr
+    with (root / "out").open("wb") as out, (root / "err").open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        wait_until(lambda: _KEYS.look() or process.poll() is not None)
+    finally:
+        process.kill()
+        process.wait()
+    stderr = (root / "err").read_text()
+    assert process.returncode == 0, stderr
+    assert "report.html" in (root / "out").read_text()
+    assert "ResourceWarning" not in stderr
     return root / "runs" / "r"
+
+
+class _Keys:
+    """Keys of servers, and the command lines of all processes, as they are seen while a run goes on."""
+
+    def __init__(self) -> None:
+        self.found: set[bytes] = set()
+        self.command_lines: set[bytes] = set()
+
+    def look(self) -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                self.command_lines.add((process / "cmdline").read_bytes())
+                for entry in (process / "environ").read_bytes().split(b"\0"):
+                    if entry.startswith(f"{API_KEY_ENV}=".encode()):
+                        self.found.add(entry.partition(b"=")[2])
+
+
+_KEYS = _Keys()
+
+
+def test_the_key_of_a_run_is_in_no_file_and_no_command_line(uninterrupted: Path) -> None:
+    """In the environment of the server alone, which its own user can read, and nobody else."""
+    keys = {key for key in _KEYS.found if len(key) == 43}  # as `secrets.token_urlsafe(32)` makes them
+    assert keys, "the run had a server of its own, with a key"
+    assert any(b"embedded.child" in line for line in _KEYS.command_lines)
+    files = [path for path in uninterrupted.parents[1].rglob("*") if path.is_file()]
+    assert {"config.yaml", "senior.log", "report.html", "metrics.jsonl", "out", "err"} <= {path.name for path in files}
+    for key in keys:
+        assert not [line for line in _KEYS.command_lines if key in line]
+        assert not [path for path in files if key in path.read_bytes()]
 
 
 def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:

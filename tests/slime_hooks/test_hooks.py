@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.config import RewardConfig, RunConfig, SamplingConfig
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineRejectedError, TeacherScoreError
 from slime_tandem.protocol import GenerateResult
 from slime_tandem.rollout.handoff import HandoffRule
@@ -99,6 +99,56 @@ def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, 
     named = Namespace(custom_rm_path="somebodys.reward")
     assert generate(named, sample_class(prompt="xy", label="2"), max_new_tokens=4).reward is None
     assert asyncio.run(hooks.reward(args, sample_class(response="none", label="2"))) == 0.0
+
+
+def test_an_endless_answer_holds_up_nobody_and_is_counted(sample_class: Any, caplog: Any, scripted: Any) -> None:
+    args = install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)})
+    config = STATE.settings[1].model_copy(update={"reward": RewardConfig(timeout_s=1.0)})
+    settings.use(args, config)
+    endless = sample_class(prompt="xy", label="5", response="<answer>9^{9^{9}}</answer>", metadata={})
+    written = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4)
+
+    async def both() -> tuple[float, int]:
+        turns, task = 0, asyncio.create_task(hooks.reward(args, endless))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return task.result(), turns
+
+    value, turns = asyncio.run(both())
+    assert value == 0.0
+    assert turns > 10, "the event loop went on"
+    assert endless.metadata[wire.PROBLEM] == "timeout"
+    written.metadata[wire.PROBLEM] = "timeout"
+    assert wire.PROBLEM not in wire.prompt_of(written).metadata
+    with caplog.at_level("INFO"):
+        hooks.log_rollout(3, args, [written], {}, 0.1)
+        hooks.log_eval(4, args, {"held": {"samples": [written]}}, {})
+    assert "'reward/timeouts': 1.0, 'reward/errors': 0.0" in caplog.text
+    assert "'eval/held/reward/timeouts': 1.0" in caplog.text
+
+
+def test_a_run_whose_labels_need_math_verify_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else found(name, *a)
+    )
+    for task, refused in (({}, True), ({"reward": "label", "answer": "text"}, False)):
+        args = Namespace()
+        settings.use(args, RunConfig.from_mapping({"tasks": [{"family": "chain_sum", **task}]}))
+        if refused:
+            with pytest.raises(ConfigError, match="math-verify, which is not installed"):
+                hooks.megatron_init(args)
+            hooks.megatron_init(settings_of_another_reward(args))
+        else:
+            hooks.megatron_init(args)
+
+
+def settings_of_another_reward(args: Namespace) -> Namespace:
+    args.rm_type = "math"
+    return args
 
 
 def test_a_reward_of_ones_own_is_that_of_the_samples_task(
