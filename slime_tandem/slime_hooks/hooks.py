@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError
+from slime_tandem.errors import DataError, EngineError
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
@@ -123,10 +124,11 @@ def log_rollout(
 ) -> bool:
     """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
     args.logged_rollout_id = rollout_id  # for slime's contract tests; reward_post_process names it in our log, too
-    written = [s for s in samples if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None]
+    _leave_out(args, samples)  # slime's own log looks at every sample's reward
+    written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
-        eos = frozenset(s.sample.response_ids[-1] for s in scored if s.sample.finish_reason == "stop")
+        eos = frozenset(s.tokens[-1] for s in written if wire.ends_turn(s))
         _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)})
     return False
 
@@ -135,9 +137,7 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
     """`--custom-eval-rollout-log-function-path`: who wrote what in co-written evaluation sets; slime logs their rewards."""
     args.logged_eval_rollout_id = rollout_id  # for slime's contract tests alone, which ask whether the hook ran
     for name, found in data.items():
-        written = [
-            s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None
-        ]
+        written = [s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
         if written:
             metrics = {**response_metrics([_scored(s, args, settings(args)) for s in written]), **_past_limits(written)}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
@@ -147,18 +147,31 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
 def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
     """`--custom-reward-post-process-path`: (raw rewards, advantages), group-relative; fills each sample's channels.
 
-    The OPD mask is chosen over all samples at once. A sample that failed or is dropped takes no part; slime removes it. Samples
-    without log-probs get their advantages alone.
+    The OPD mask is chosen over all samples at once. A sample that failed (an aborted or empty one, too) or is dropped takes no
+    part; slime removes it. Samples without log-probs get their advantages alone. Groups are slime's, and those of one prompt
+    where slime names none. Raises EngineError for a failed sample where `sampling.on_failed_sample` is stop, and DataError for
+    a reward that is none and for a sample of no group and no prompt.
     """
     config = settings(args)
+    _leave_out(args, samples)
     raw = [_reward_of(s, args) for s in samples]
-    if all(s.rollout_log_probs is None for s in samples):  # nothing to carry: a trainer with our loss will say so
-        groups = [-1 if s.group_index is None else s.group_index for s in samples]
+    written = [s for s in samples if _unwritten(s) is None]
+    groups = wire.groups_of(written)
+    if (
+        all(s.rollout_log_probs is None for s in written) and written
+    ):  # nothing to carry: a trainer with our loss will say so
         o = config.objective
-        values, _ = group_advantages(raw, groups, o.scale_advantages, o.baseline)
-        return raw, clip_advantages(values, o.clip_advantages)[0].tolist()
-    written = [s for s in samples if wire.failure_of(s) is None]
-    scored = [_scored(s, args, config) for s in written]
+        values, _ = group_advantages([_reward_of(s, args) for s in written], groups, o.scale_advantages, o.baseline)
+        clipped = clip_advantages(values, o.clip_advantages)[0].tolist()
+        of = {id(s): value for s, value in zip(written, clipped, strict=True)}
+        for s in samples:
+            if id(s) not in of:
+                s.remove_sample, s.rollout_log_probs = True, None  # slime looks at the first sample's alone
+        return raw, [of.get(id(s), 0.0) for s in samples]
+    scored = [
+        replace(about, sample=replace(about.sample, group_id=group))
+        for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
+    ]
     rows, metrics = build_rows(scored, config)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
@@ -185,8 +198,49 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     return raw, list(advantages.values())
 
 
+def _unwritten(sample: Any) -> str | None:
+    """Why a sample holds no response to train on; None for one that does."""
+    status = type(sample).Status
+    if (reason := wire.failure_of(sample)) is not None:
+        return reason
+    if sample.status in (status.ABORTED, status.FAILED):
+        return f"the engine left it {sample.status.value}"
+    return None if sample.response_length else "an empty response"
+
+
+def _leave_out(args: Any, samples: Sequence[Any]) -> None:
+    """Make failures of aborted, failed and empty samples, and give them a reward where slime looks for one.
+
+    Raises EngineError, with the first one's reason, where `sampling.on_failed_sample` is stop.
+    """
+    failed = [(s, reason) for s in samples if wire.failure_of(s) is None and (reason := _unwritten(s)) is not None]
+    if failed and settings(args).sampling.on_failed_sample == "stop":
+        sample, reason = failed[0]
+        raise EngineError(
+            "samples that could not be written",
+            f"{len(failed)} of {len(samples)}",
+            "none, or some with sampling.on_failed_sample=drop_sample",
+            "mend what the first one says",
+            f"sample {sample.index}: {reason}",
+        )
+    for sample, reason in failed:
+        key = getattr(args, "reward_key", None)
+        prompt = sample.tokens[: len(sample.tokens) - sample.response_length] or [0]
+        wire.put_failure(sample, reason, prompt, prompt[-1])
+        if key:
+            sample.reward = {key: sample.reward}
+
+
 def _reward_of(sample: Any, args: Any) -> float:
-    return float(sample.reward[args.reward_key] if getattr(args, "reward_key", None) else sample.reward)
+    key = getattr(args, "reward_key", None)
+    try:
+        value = float(sample.reward[key] if key else sample.reward)
+    except (TypeError, ValueError, KeyError, IndexError):
+        value = math.nan
+    if not math.isfinite(value):
+        expected = "a finite number" + (f" under {key!r}" if key else "")
+        raise DataError(f"reward of sample {sample.index}", sample.reward, expected, "mend the reward function")
+    return value
 
 
 def _past_limits(samples: Sequence[Any]) -> dict[str, float]:

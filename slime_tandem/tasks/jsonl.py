@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from slime_tandem.config import AnswerKind, TaskSpec
 from slime_tandem.errors import DataError
+from slime_tandem.files import parse_json
 from slime_tandem.tasks import labels as kinds
 from slime_tandem.tasks.answers import label_reward
 from slime_tandem.tasks.family import hint, make_prompt
@@ -70,9 +70,8 @@ def read_jsonl(path: Path, *, labels: bool = True, answer: AnswerKind | None = N
 def _parse_line(line: str, where: str, labels: bool, answer: AnswerKind | None) -> Prompt:
     example = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict):
         raise DataError(where, line[:80], "a JSON object", example)

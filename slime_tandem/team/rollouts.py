@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
+from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError, printable
 from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
@@ -35,7 +35,7 @@ def with_revival(team: Team, action: Callable[[], T]) -> T:
             revived = team.revive()
             if not revived:
                 raise
-            first = str(error).splitlines()[0]
+            first = printable(str(error).splitlines()[0])
             print(f"restarted the {' and '.join(revived)} server after: {first}", file=sys.stderr, flush=True)
     return action()
 
