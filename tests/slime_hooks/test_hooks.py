@@ -135,20 +135,13 @@ def test_a_run_whose_labels_need_math_verify_is_refused_without_it(monkeypatch: 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else found(name, *a)
     )
-    for task, refused in (({}, True), ({"reward": "label", "answer": "text"}, False)):
-        args = Namespace()
-        settings.use(args, RunConfig.from_mapping({"tasks": [{"family": "chain_sum", **task}]}))
-        if refused:
-            with pytest.raises(ConfigError, match="math-verify, which is not installed"):
-                hooks.megatron_init(args)
-            hooks.megatron_init(settings_of_another_reward(args))
-        else:
-            hooks.megatron_init(args)
-
-
-def settings_of_another_reward(args: Namespace) -> Namespace:
-    args.rm_type = "math"
-    return args
+    labels = RunConfig.from_mapping({"tasks": [{"family": "chain_sum"}]})
+    with pytest.raises(ConfigError, match="math-verify, which is not installed"):
+        hooks.check_rewards(Namespace(), labels)
+    hooks.check_rewards(Namespace(rm_type="math"), labels)
+    hooks.check_rewards(Namespace(custom_rm_path="my.reward"), labels)
+    texts = RunConfig.from_mapping({"tasks": [{"family": "chain_sum", "reward": "label", "answer": "text"}]})
+    hooks.check_rewards(Namespace(), texts)
 
 
 def test_a_reward_of_ones_own_is_that_of_the_samples_task(
