@@ -92,7 +92,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     why = "it holds something else"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # as transformers reads it: with NaN, the last of two keys
         found, why = None, str(error)
     if not isinstance(found, dict):
         raise ModelError("model", str(path), f"a file with one JSON object ({why})", "save the model again")

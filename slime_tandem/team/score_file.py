@@ -26,7 +26,7 @@ from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TeacherScoreError
-from slime_tandem.files import require_place, whole_file
+from slime_tandem.files import parse_json, require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -188,9 +188,8 @@ def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, T
 def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple[Any, TandemSample]:
     example = 'e.g. {"prompt": "2 + 2 =", "response": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict) or not set(row) <= set(_KEYS):
         known = f"a JSON object with keys among {', '.join(_KEYS)}"
