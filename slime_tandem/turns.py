@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slime_tandem.errors import ModelError, TandemError
@@ -94,7 +94,7 @@ class Turns:
         """For the eye, one finding a line."""
         thinks = "unknown to the template"
         if self.marks:
-            kept = "kept" if self.keeps_earlier else "of the last turn kept" if self.keeps_thinking else "dropped"
+            kept = "kept" if self.keeps_earlier else "kept in the last turn" if self.keeps_thinking else "dropped"
             thinks = f"{self.marks[0]!r} to {self.marks[1]!r}, {kept}"
             thinks += ", opened by the generation prompt" if self.opens_thinking else ""
         closing = repr(self.closing) if self.closing else f"{self.closed_by} ({self.next_user!r} before a user's)"
@@ -109,6 +109,9 @@ class Turns:
         ]
 
 
+Ids = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Frame:
     """The ids of a template around the turns of one response, all but the turns' own.
@@ -121,6 +124,26 @@ class Frame:
     bridges: tuple[tuple[int, ...], ...]
     end: tuple[int, ...]
     leads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Markup:
+    """What a model's template has around the words of a turn, in its ids (`models.chat.Chat`).
+
+    `think`: what opens and closes thinking, without white space, None: unknown; `think_texts` the same as the template writes
+    it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an answer.
+    `lead`: plain text in front of its answers. `ends`: ids that may close a turn. `trims`: the template trims text at its begin.
+    `encode`: ids of text in which markers are text, too.
+    """
+
+    think: tuple[Ids, Ids] | None = None
+    think_texts: tuple[str, str] | None = None
+    opens: bool = False
+    answer: Ids = ()
+    lead: str = ""
+    ends: frozenset[int] = frozenset()
+    trims: bool = False
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
 
 def stand_in(name: str | int, among: Iterable[str] = ()) -> str:
@@ -155,6 +178,15 @@ def shared_begin(texts: Sequence[str]) -> str:
 def _shared_end(a: str, b: str) -> str:
     n = next((i for i, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y), min(len(a), len(b)))
     return a[len(a) - n :]
+
+
+def _not_within_a_marker(text: str, cut: int) -> str:
+    """`text` up to `cut`, or to the end of the marker that it falls into."""
+    for opening, closing in ("<>", "[]"):
+        at = text.rfind(opening, 0, cut)
+        if at >= 0 and closing not in text[at:cut]:
+            cut = text.find(closing, at) + 1 or cut
+    return text[:cut]
 
 
 _U, _A, _V, _R, _T, _S = (stand_in(name) for name in ("user", "assistant", "second", "thought", "tool", "system"))
@@ -239,7 +271,7 @@ def probe(write: Write, where: str) -> Turns:
         closing = (shared_begin([tail, next_user]) or closing).rstrip() or closing
     start = asked.partition(_U)[0]
     if next_user is not None:
-        start = start[: len(start) - len(_shared_end(start, next_user))]
+        start = _not_within_a_marker(start, len(start) - len(_shared_end(start, next_user)))
     return Turns(
         start=start,
         header=header[len(closes_user) :],

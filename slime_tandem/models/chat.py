@@ -13,7 +13,7 @@ from typing import Any, Literal
 from slime_tandem.config import TextMarkers
 from slime_tandem.errors import ModelError
 from slime_tandem.tokens.token_bytes import ROLE_NAMES, TokenBytes, encode_exact
-from slime_tandem.turns import Frame, Turns, probe, split, stand_in
+from slime_tandem.turns import Frame, Markup, Turns, probe, split, stand_in
 from slime_tandem.types import Message
 
 _OURS = frozenset(
@@ -232,8 +232,6 @@ class Chat:
             begin = parts[k]
             if thinking:
                 begin = head if k == 0 else _without_end(begin, t.answer)
-                if t.think:  # white space in front of the marker
-                    begin = [*begin, (t.think[0].removesuffix(t.think[0].lstrip()), True)]
                 leads.append("")
             else:
                 text = _text(begin)
@@ -332,6 +330,26 @@ class Chat:
             self.template.where,
             f"a template that closes a turn with one token, or one eos_token_id (the ids {sorted(eos)} are named)",
             "let the template write what ends a turn, or name one id in generation_config.json",
+        )
+
+    @property
+    def closing_id(self) -> int:
+        """`end_of_turn` where the template writes it, -1 where it closes turns with several tokens or none."""
+        return self.end_of_turn if self.end_of_turn in self.ends else -1
+
+    @cached_property
+    def markup(self) -> Markup:
+        """What the alignment needs to know of this model's turns."""
+        t = self.turns
+        return Markup(
+            think=self.marks,
+            think_texts=t.think,
+            opens=t.opens_thinking,
+            answer=self.answer,
+            lead=self.lead,
+            ends=self.ends,
+            trims=t.trims in ("start", "both"),
+            encode=self.encode_plain,
         )
 
     @cached_property

@@ -121,7 +121,7 @@ class Runtime:
             return list(sample.tokens)
         if isinstance(sample.prompt, str) and sample.prompt:
             return list(self.roster.student.hf.encode(sample.prompt, add_special_tokens=False))
-        return self.roster.student.render(prompt.messages)
+        return self.roster.student.render(prompt.messages, tools=prompt.tools)
 
     async def score(self, sample: Any) -> None:
         """Ask the teachers about a finished sample, and keep what they say in it."""
@@ -134,9 +134,6 @@ class Runtime:
                 "the raw chat, a teacher renders it with its own template",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
-        if response.prompt.metadata.get("tools"):
-            expected = "none with opd.enabled=true, teachers are not given tools"
-            raise DataError(f"tools of sample {sample.index}", "a list", expected, "remove them")
         (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
 

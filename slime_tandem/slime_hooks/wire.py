@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
-from slime_tandem.errors import DataError, TeacherScoreError
+from slime_tandem.errors import (
+    DataError,
+    TeacherScoreError,
+    UnreadRolesError,
+    UnreadTemplateError,
+    UnreadToolsError,
+)
 from slime_tandem.objective.loss import PackedTokens
 from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.training.rows import TrainRow
@@ -312,7 +318,7 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         inserted=tuple((a, b) for a, b in record["inserted"]),
         senior_log_probs=tuple(record["senior_log_probs"]),
         fallback_starts=tuple(record["fallback_starts"]),
-        inserted_messages=tuple(tuple(Message(**m) for m in turn) for turn in record["inserted_messages"]),
+        inserted_messages=tuple(tuple(Message.of(m) for m in turn) for turn in record["inserted_messages"]),
     )
 
 
@@ -326,7 +332,7 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(scores=None, teacher_error=[scores.field, str(scores.value), scores.expected, scores.remedy])
+        record.update(scores=None, teacher_error=[type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy])
         return
     c, lists = scores.candidates, scores.lists
     record.update(
@@ -348,7 +354,9 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         return None, None
     kept = record["scores"]
     if kept is None:
-        return None, TeacherScoreError(*record["teacher_error"])
+        name, *parts = record["teacher_error"]
+        kinds = (TeacherScoreError, UnreadRolesError, UnreadToolsError, UnreadTemplateError)
+        return None, {kind.__name__: kind for kind in kinds}.get(name, TeacherScoreError)(*parts)
     return AlignedScores(
         log_probs=kept["log_probs"],
         mask=kept["mask"],

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import DataError, EnvironmentTimeoutError
+from slime_tandem.errors import DataError, EngineError, EnvironmentTimeoutError, ModelError
 from slime_tandem.extensions import find
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
@@ -161,7 +161,10 @@ class Environments:
             )
         if not messages:
             return None
-        ids = self._student.bridge(messages)
-        # The end of turn that was sampled stands there already.
-        ended = writer.response_ids[-1] in self._student.tokens.eos_ids
-        return NextTurn(ids[1:] if ended and ids[:1] == [self._student.end_of_turn] else ids, messages)
+        try:
+            ids = self._student.chat().next_turn(messages, writer.response_ids[-1])
+        except ModelError as error:
+            if self._student.text_markers != "refuse" or not self._student.chat().count_markers(messages, environment=True):
+                raise
+            raise EngineError(where, error.value, error.expected, error.remedy) from error  # this response fails
+        return NextTurn(ids, messages)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec
+from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec, Thinking
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.chat import Chat
 from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.protocol import Engine
@@ -28,7 +29,7 @@ from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.strategies import STRATEGIES
 from slime_tandem.team.environments import Environments
 from slime_tandem.team.own_code import check_extensions, own_teacher
-from slime_tandem.types import Message, Prompt
+from slime_tandem.types import Prompt
 
 Role = str
 """senior, junior, teacher; each of several teachers is `teacher <name>`."""
@@ -188,7 +189,9 @@ class Roster:
             folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir))
             if member.url is None or role == "senior":
                 check_model_folder(folder)
-            self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=models.trust_remote_code)
+            self.tokenizers[role] = ModelTokenizer.load(
+                folder, trust_remote_code=models.trust_remote_code, text_markers=models.text_markers
+            )
             require_rows(self.tokenizers[role], special=special)
 
     def _check_list_lengths(self) -> None:
@@ -261,7 +264,9 @@ class Roster:
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
-            junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
+            junior_text = JuniorText(
+                *self.spellers, self.tokenizers["junior"].render(prompt.messages, tools=prompt.tools)
+            )
         return WriterOptions(
             rule=rule,
             sampling=sampling,
@@ -280,13 +285,13 @@ class Roster:
         """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
-        aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
-        teacher = Teacher(
+        with _of_role(role):
+            chat = t.chat(kwargs)
+        teacher = teacher_by_template(
             engine,
-            aligner,
-            lambda messages: t.render(messages, kwargs),
-            t.encode,
-            lambda messages: t.bridge(messages, kwargs),
+            self.student,
+            chat,
+            spec.thinking,
             name=spec.name,
             tasks=None if spec.tasks is None else frozenset(spec.tasks),
             weight=spec.weight,
@@ -297,9 +302,31 @@ class Roster:
         with _of_role(role):
             if url := self.members[role].url:
                 check_served_model(info, self.folders[role], url)
-            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are reported now
             check_teacher(teacher)
         return teacher
+
+
+def teacher_by_template(
+    engine: Engine, student: ModelTokenizer, chat: Chat, thinking: Thinking, **options: Any
+) -> Teacher:
+    """A teacher that reads conversations as its own template writes them; `options` as of `Teacher`."""
+    return Teacher(
+        engine,
+        aligner_between(student, chat, thinking),
+        chat.render,
+        chat.encode_plain if thinking == "text" else chat.encode,
+        chat.bridge,
+        chat,
+        student.chat().markup,
+        **options,
+    )
+
+
+def aligner_between(student: ModelTokenizer, chat: Chat, thinking: Thinking) -> Aligner:
+    """The alignment of a student's tokens to those of a teacher with this template."""
+    return Aligner(
+        student.tokens, chat.tokens, end_of_turn=chat.closing_id, thinking=thinking, turn_ends=chat.ends
+    )
 
 
 def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:

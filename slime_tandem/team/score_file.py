@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import AlignmentPolicy, Thinking, http_url
-from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
+from slime_tandem.distill.teacher import Scoring, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
@@ -30,6 +29,7 @@ from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.tasks.jsonl import parse_messages
+from slime_tandem.team.roster import teacher_by_template
 from slime_tandem.types import AlignedScores, Prompt, SampleKey, TandemSample
 
 _KEYS = ("id", "messages", "prompt", "response", "response_ids")
@@ -123,17 +123,16 @@ async def _score(
     tokenizer: ModelTokenizer,
     samples: Sequence[tuple[Any, TandemSample]],
 ) -> ScoreResult:
-    aligner = Aligner(student.tokens, tokenizer.tokens, end_of_turn=tokenizer.end_of_turn, thinking=job.thinking)
     failed = covered = total = 0
     async with EngineClient(url, role="teacher", api_key=job.api_key) as client:
         info = await client.model_info()
         check_served_model(info, tokenizer.folder, url)
         limit = info.get("max_total_tokens")
-        teacher = Teacher(
+        teacher = teacher_by_template(
             client,
-            aligner,
-            lambda messages: tokenizer.render(messages, job.template_kwargs),
-            tokenizer.encode,
+            student,
+            tokenizer.chat(job.template_kwargs),
+            job.thinking,
             max_batch=16,
             max_tokens=limit if isinstance(limit, int) else None,
         )
