@@ -8,7 +8,7 @@ families whose PyPI packages ship it (scripts/vocabularies.py); added tokens tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,12 @@ from typing import Any, Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from slime_tandem.models.chat import Chat
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.turns import FIELDS
+from slime_tandem.types import AuthorRun, Message, Prompt, SampleKey, TandemSample
 
 CORPUS = [
     "What is 12 + 345? The answer is 357, and 7*8 = 56.\n\nThen the quick brown fox sat down.  So it is.\n",
@@ -431,3 +437,90 @@ def make_folder(name: str, root: Path, backend: Tokenizer | None = None) -> Path
             ends = [hf.convert_tokens_to_ids(t) for t in family.ends]
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
     return folder
+
+
+# ---- conversations ----
+
+
+@dataclass(frozen=True)
+class Said:
+    """One turn of a model: its thinking ("" for none) and its answer."""
+
+    answer: str
+    thought: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, the model's turns, and the messages between them; `ended`: the last turn has its end."""
+
+    messages: tuple[Message, ...]
+    turns: tuple[Said, ...]
+    between: tuple[tuple[Message, ...], ...] = ()
+    ended: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+def load(name: str, root: Path, backend: Tokenizer | None = None) -> tuple[ModelTokenizer, Chat]:
+    """A family's tokenizer, and its template with the variables of its entry."""
+    tokenizer = ModelTokenizer.load(make_folder(name, root, backend))
+    return tokenizer, tokenizer.chat(FAMILIES[name].kwargs)
+
+
+def sample_of(student: ModelTokenizer, chat: Chat, told: Conversation) -> TandemSample:
+    """The conversation as this model would have sampled it, in its own markup and ids."""
+    t, ids = chat.turns, list[int]()
+    inserted: list[tuple[int, int]] = []
+    for k, turn in enumerate(told.turns):
+        text, before = turn.answer, ids[slice(*inserted[-1])] if inserted else chat.render(told.messages, told.tools or None)
+        opened = t.think is not None and spelt(student.tokens, before).endswith(t.think[0].encode())
+        if not turn.thought:
+            text = (t.think[1] if opened and t.think else chat.own_begin) + text
+        elif t.think is not None:
+            opening = "" if opened else t.think[0]
+            text = opening + turn.thought + t.think[1] + text
+        else:
+            text = f"<think>\n{turn.thought}\n</think>\n\n{text}"
+        ids += _sampled(chat, text)
+        if k < len(told.between):
+            bridge = chat.bridge(told.between[k])
+            # Where the next role's marker ends turns, a model says by it whom it asks.
+            ids.append(bridge[0] if bridge[0] in student.tokens.eos_ids else chat.end_of_turn)
+            shown = chat.next_turn(told.between[k], ids[-1])
+            inserted.append((len(ids), len(ids) + len(shown)))
+            ids += shown
+    if told.ended:
+        ids.append(chat.end_of_turn)
+    n, mask = len(ids), [1] * len(ids)
+    for a, b in inserted:
+        mask[a:b] = [0] * (b - a)
+    prompt = Prompt("p", told.messages, None, "t", {"tools": list(told.tools)} if told.tools else {})
+    return TandemSample(
+        SampleKey(0, 0, 0), 0, prompt, tuple(chat.render(told.messages, told.tools or None)), tuple(ids), tuple(mask),
+        tuple(-1.0 * m for m in mask), "stop" if told.ended else "length", "", (AuthorRun(1, 0, n, "0"),),
+        inserted=tuple(inserted), inserted_messages=told.between,
+    )  # fmt: skip
+
+
+def _sampled(chat: Chat, text: str) -> list[int]:
+    """Ids of text as the model samples it: with the space that its tokenizer puts in front of a turn's first word."""
+    return chat.encode_markup(chat.dummy_prefix + text)
+
+
+def spelt(tokens: TokenBytes, ids: Sequence[int]) -> bytes:
+    """What ids write, special tokens by their names."""
+    return b"".join(data if (data := tokens.of(i)) is not None else tokens.names[i].encode() for i in ids)
+
+
+def native(chat: Chat, told: Conversation) -> bytes:
+    """The conversation as this model's own template and tokenizer write it."""
+    chat_messages = [m.as_dict() for m in told.messages]
+    for k, turn in enumerate(told.turns):
+        said: dict[str, Any] = {"role": "assistant", "content": turn.answer}
+        if turn.thought and chat.turns.think is None:
+            said["content"] = f"<think>\n{turn.thought}\n</think>\n\n{turn.answer}"
+        elif turn.thought:
+            said |= dict.fromkeys(FIELDS, turn.thought)
+        chat_messages += [said, *(m.as_dict() for m in (told.between[k] if k < len(told.between) else ()))]
+    text = chat.template(chat_messages, generation=False, tools=told.tools or None)
+    return spelt(chat.tokens, chat.hf.encode(text, add_special_tokens=False))

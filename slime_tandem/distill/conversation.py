@@ -16,7 +16,6 @@ from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import MARKERS, Frame, Ids, Markup
 from slime_tandem.types import TandemSample
 
-_SPELT = tuple(opening.encode() for opening, _ in MARKERS)
 Kind = Literal["text", "open", "thought", "close", "answer", "end"]
 
 
@@ -39,14 +38,15 @@ class Part:
 class Turn:
     """One turn, tokens `[start, stop)`, in parts.
 
-    `opened`: the prompt, or the text before it, has opened its thinking. `spelt`: it begins with a marker of thinking in
-    ordinary tokens, by a model that has no other.
+    `opened`: the prompt, or the text before it, has opened its thinking. `spelt`: the marker of thinking that it begins with in
+    ordinary tokens, by a model that has no other, else "". Thinking of white space alone is none: it is part of the begin of the
+    answer.
     """
 
     start: int
     stop: int
     opened: bool
-    spelt: bool
+    spelt: str
     parts: tuple[Part, ...]
 
     @property
@@ -58,7 +58,7 @@ class Turn:
     def thinks(self) -> bool:
         """Whether it begins with thinking."""
         kinds = {part.kind for part in self.parts}
-        return self.opened or self.spelt or "open" in kinds
+        return self.opened or "open" in kinds
 
 
 def turns_of(sample: TandemSample, tokens: TokenBytes, markup: Markup) -> list[Turn]:
@@ -124,8 +124,37 @@ def _read(
     close_part(last)
     if ended:
         parts.append(Part("end", last, stop))
-    spelt = markup.think is None and tokens.join(ids[start : start + 16]).lstrip().startswith(_SPELT)
+    spelt = ""
+    if markup.think is None:
+        begin_text = tokens.join(ids[start : start + 16]).lstrip()
+        spelt = next((mark for mark, _ in MARKERS if begin_text.startswith(mark.encode())), "")
+    parts, opened = _without_empty_thinking(parts, opened, ids, tokens)
     return Turn(start, stop, opened, spelt, tuple(parts))
+
+
+def _without_empty_thinking(
+    parts: list[Part], opened: bool, ids: Sequence[int], tokens: TokenBytes
+) -> tuple[list[Part], bool]:
+    """Thinking of white space at the begin of a turn, and the line ends behind it, as the begin of the answer."""
+    n = next((n for n, part in enumerate(parts) if part.kind == "close"), -1)
+    head = parts[: n + 1]
+    if not head or not (opened or any(part.kind == "open" for part in head)):
+        return parts, opened
+    if any(part.kind in ("text", "thought") and tokens.join(ids[part.start : part.stop]).strip() for part in head):
+        return parts, opened
+    stop, rest = head[-1].stop, parts[n + 1 :]
+    if rest and rest[0].kind == "text":
+        stop = _behind_line_ends(ids, rest[0], tokens)
+        rest = [Part("text", stop, rest[0].stop), *rest[1:]] if stop < rest[0].stop else rest[1:]
+    return [Part("answer", head[0].start, stop), *rest], False
+
+
+def _behind_line_ends(ids: Sequence[int], part: Part, tokens: TokenBytes) -> int:
+    """Where a part goes on behind tokens of line ends alone."""
+    at = part.start
+    while at < part.stop and (data := tokens.of(ids[at])) and not data.strip(b"\n"):
+        at += 1
+    return at
 
 
 @dataclass
@@ -138,36 +167,22 @@ class Plan:
     leads: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
-def header_only(turns: Sequence[Turn], thinking: Thinking, *, same: bool) -> list[bool]:
-    """For each turn whether the teacher's text begins with the bare header: thinking follows, or the student's own begin.
-
-    `same`: student and teacher share vocabulary and markup.
-    """
-    return [
-        (thinking == "keep" and turn.thinks) or (same and bool(turn.parts) and turn.parts[0].kind == "answer")
-        for turn in turns
-    ]
+def header_only(turns: Sequence[Turn], thinking: Thinking, teacher: Markup) -> list[bool]:
+    """For each turn whether the teacher's text begins with the bare header, since its thinking follows."""
+    if thinking != "keep" or teacher.think_texts is None:
+        return [False] * len(turns)
+    marker = teacher.think_texts[0].strip()
+    return [turn.thinks or turn.spelt == marker for turn in turns]
 
 
 def plan(
-    sample: TandemSample,
-    turns: Sequence[Turn],
-    frame: Frame,
-    aligner: Aligner,
-    student: Markup,
-    teacher: Markup,
-    *,
-    same: bool,
+    sample: TandemSample, turns: Sequence[Turn], frame: Frame, aligner: Aligner, student: Markup, teacher: Markup
 ) -> Plan:
-    """What stands in the teacher's text for the markup of the student's turns; `frame` was made for these turns.
-
-    `same`: the teacher reads the student's own markup, as it is.
-    """
+    """What stands in the teacher's text for the markup of the student's turns; `frame` was made for these turns."""
     out = Plan()
     for k, turn in enumerate(turns):
-        _plan_turn(sample, turn, frame.leads[k] if frame.leads else "", out, aligner, student, teacher, same=same)
-        if same:
-            continue
+        lead = frame.leads[k] if frame.leads else ""
+        _TurnPlan(sample, turn, lead, out, aligner, student, teacher).make()
         last = k == len(turns) - 1
         between = frame.end if last else frame.bridges[k]
         stop = turn.stop if last else turns[k + 1].start
@@ -182,123 +197,133 @@ def plan(
     return out
 
 
-def _plan_turn(
-    sample: TandemSample,
-    turn: Turn,
-    lead: str,
-    out: Plan,
-    aligner: Aligner,
-    student: Markup,
-    teacher: Markup,
-    *,
-    same: bool,
-) -> None:
-    mode, table = aligner.thinking, aligner.student
-    if turn.opened and not (same and turn.start):  # its own text between turns is read as it is
-        if mode == "keep" and teacher.think_texts is not None and teacher.think is not None:
-            text = teacher.think_texts[0]
-            begin = text.removeprefix(text[: len(text) - len(text.lstrip())])
-            out.bridges.append(Bridge(turn.start, 0, _opening_ids(begin, teacher)))
-        elif mode != "drop" and student.think_texts is not None and teacher.encode is not None:
-            out.bridges.append(Bridge(turn.start, 0, tuple(teacher.encode(student.think_texts[0]))))
-    answered = same
-    for n, part in enumerate(turn.parts):
-        if part.kind in ("open", "close"):
-            if mode == "drop":
-                out.thinking.append((part.start, part.stop))
-                if part.kind == "close":
-                    _drop_line_ends(sample, turn, n, out, table)
-            elif not same:
-                if part.kind == "open" and mode == "keep":
-                    _plan_space(sample, turn, n, out, table, teacher)
-                _plan_marker(part, 0 if part.kind == "open" else 1, out, aligner, student, teacher)
-        elif part.kind == "thought" and mode == "drop":
-            out.thinking.append((part.start, part.stop))
-        elif part.kind == "answer" and not same:
-            out.bridges.append(Bridge(part.start, part.stop - part.start, ()))
-        elif part.kind == "text" and not answered:
-            answered = True
-            if not turn.thinks or turn.spelt:
-                _plan_lead(sample, part, lead, out, table, student, teacher)
-            elif lead and mode == "text":
-                out.leads[turn.start] = (0, lead)
-            elif lead:
-                hidden = out.thinking[-1][1] if out.thinking else 0
-                out.leads[max(part.start, hidden)] = (0, lead)
-    if lead and not answered:
-        out.bridges.append(Bridge(turn.start, 0, tuple(teacher.encode(lead) if teacher.encode else ())))
+@dataclass
+class _TurnPlan:
+    """Adds what one turn needs to `out`, from its begin to its end; `lead`: what the teacher reads in front of an answer."""
 
+    sample: TandemSample
+    turn: Turn
+    lead: str
+    out: Plan
+    aligner: Aligner
+    student: Markup
+    teacher: Markup
 
-def _plan_space(sample: TandemSample, turn: Turn, n: int, out: Plan, table: TokenBytes, teacher: Markup) -> None:
-    """White space between the begin of a turn and its thinking is each template's own."""
-    if teacher.think_texts is None or teacher.encode is None or any(p.kind != "text" for p in turn.parts[:n]):
-        return
-    text = teacher.think_texts[0]
-    space, part = text[: len(text) - len(text.lstrip())], turn.parts[n]
-    begin = turn.parts[0].start if n else part.start
-    own = table.join(sample.response_ids[begin : part.start])
-    if not own.strip() and own != space.encode():
-        out.bridges.append(Bridge(begin, part.start - begin, tuple(teacher.encode(space)) if space else ()))
+    def make(self) -> None:
+        keep, drop = self.aligner.thinking == "keep", self.aligner.thinking == "drop"
+        parts = self.turn.parts
+        if self.turn.opened and not drop:
+            self._opened(keep)
+        for n, part in enumerate(parts):
+            if part.kind == "answer":
+                self._put(part.start, part.stop, ())
+            elif drop and part.kind in ("open", "thought", "close"):
+                stop = part.stop
+                if part.kind == "close" and n + 1 < len(parts) and parts[n + 1].kind == "text":
+                    # Line ends behind dropped thinking belong to it: templates take them off the answer.
+                    stop = _behind_line_ends(self.sample.response_ids, parts[n + 1], self.aligner.student)
+                self.out.thinking.append((part.start, stop))
+            elif part.kind in ("open", "close"):
+                side = 0 if part.kind == "open" else 1
+                if part.kind == "open" and self.teacher.think_texts is None:
+                    self._lead_here(part.start)
+                if keep:
+                    self._white_space(n, side, behind=False)
+                self._marker(part, side)
+                if keep:
+                    self._white_space(n, side, behind=True)
+            elif part.kind == "text":
+                self._text(part)
+        if self.lead:
+            self._put(self.turn.start, self.turn.start, self._ids(self.lead))
 
+    def _put(self, start: int, stop: int, ids: Ids) -> None:
+        self.out.bridges.append(Bridge(start, stop - start, ids))
 
-def _opening_ids(text: str, teacher: Markup) -> Ids:
-    """The teacher's opening of thinking: its marker, and the white space that its template puts behind."""
-    assert teacher.think is not None
-    marker = text.rstrip()
-    space = text[len(marker) :]
-    return (*teacher.think[0], *(teacher.encode(space) if space and teacher.encode else ()))
+    def _ids(self, text: str) -> Ids:
+        return tuple(self.teacher.encode(text)) if text and self.teacher.encode else ()
 
+    def _lead_here(self, at: int) -> None:
+        if self.lead:
+            self.out.leads[at] = (0, self.lead)
+            self.lead = ""
 
-def _plan_marker(part: Part, side: int, out: Plan, aligner: Aligner, student: Markup, teacher: Markup) -> None:
-    """A sampled marker of thinking: the map has one that is a token on both sides; others are written out."""
-    if part.stop - part.start == 1:
-        token = student.think[side][0] if student.think else -1
-        row_known = token in aligner.special.ids or token in aligner.special.texts
-        single = teacher.think is None or len(teacher.think[side]) == 1
-        if single and (row_known or aligner.student.of(token) is not None):
+    def _opened(self, keep: bool) -> None:
+        """Thinking that the prompt has opened: the teacher's own opening, or the student's as text."""
+        t = self.teacher
+        if keep and t.think_texts is not None and t.think is not None:
+            space, _, behind = _around(t.think_texts[0])
+            ids = (*self._ids(space), *t.think[0], *self._ids(behind))
+        else:
+            ids = self._ids(self.lead + (self.student.think_texts[0] if self.student.think_texts else ""))
+            self.lead = ""
+        self._put(self.turn.start, self.turn.start, ids)
+
+    def _text(self, part: Part) -> None:
+        hidden = [stop for _, stop in self.out.thinking if stop > part.start]
+        start = max([part.start, *hidden])
+        if start < part.stop and not self.turn.thinks:
+            self._begin_of_answer(Part("text", start, part.stop))
+        elif start < part.stop:
+            self._lead_here(start)
+
+    def _begin_of_answer(self, part: Part) -> None:
+        """The text that one side's template or tokenizer has in front of an answer, and the other has not."""
+        if part.start != self.turn.start and not self.lead:
             return
-    skip = part.stop - part.start
-    if aligner.thinking == "keep" and teacher.think is not None:
-        out.bridges.append(Bridge(part.start, skip, teacher.think[side]))
-    elif teacher.encode is not None:
-        name = ("<think>", "</think>")[side]
-        out.bridges.append(Bridge(part.start, skip, tuple(teacher.encode(name))))
+        ids, table, own = self.sample.response_ids, self.aligner.student, self.student.lead.encode()
+        if part.start != self.turn.start:
+            own = b""  # the begin of the answer was sampled
+        lead, self.lead = self.lead, ""
+        data, size, at = table.join(ids[part.start : min(part.stop, part.start + 8)]), 0, part.start
+        drop = len(own) if own and data.startswith(own) else 0
+        if data[drop:].startswith(b" ") and lead == " " and (self.teacher.trims or not drop):
+            lead = ""
+        if own[:drop] == lead.encode() or not data:
+            return
+        while size < drop:
+            size += len(table.of(ids[at]) or b"")
+            at += 1
+        if drop and size == drop:  # whole tokens
+            self._put(part.start, at, ())
+            drop = 0
+        else:
+            at = part.start
+        if (drop or lead) and at < part.stop:
+            self.out.leads[at] = (drop, lead)
+
+    def _marker(self, part: Part, side: int) -> None:
+        """A sampled marker of thinking: the map has one that is a token on both sides; others are written out."""
+        a, t = self.aligner, self.teacher
+        keep = a.thinking == "keep" and t.think is not None
+        if part.stop - part.start == 1 and (not keep or (t.think is not None and len(t.think[side]) == 1)):
+            return  # text, or a token by the map
+        ids = t.think[side] if keep and t.think is not None else self._ids(MARKERS[0][side])
+        self._put(part.start, part.stop, ids)
+
+    def _white_space(self, n: int, side: int, *, behind: bool) -> None:
+        """White space around a marker belongs to the template: where it is the student's own, the teacher reads its own.
+
+        Only whole tokens of it; one that holds a character more stays as it is.
+        """
+        if self.teacher.think_texts is None or self.student.think_texts is None:
+            return
+        have, want = (_around(texts[side])[2 * behind] for texts in (self.student.think_texts, self.teacher.think_texts))
+        if have == want:
+            return
+        parts, at = self.turn.parts, self.turn.parts[n].stop if behind else self.turn.parts[n].start
+        k = n + 1 if behind else n - 1
+        near = parts[k] if 0 <= k < len(parts) and parts[k].kind in ("text", "thought") else Part("text", at, at)
+        far, data, table = at, b"", self.aligner.student
+        while len(data) < len(have.encode()) and (far < near.stop if behind else far > near.start):
+            far += 1 if behind else -1
+            data = table.join(self.sample.response_ids[min(at, far) : max(at, far)])
+        if data == have.encode():
+            self._put(min(at, far), max(at, far), self._ids(want))
 
 
-def _drop_line_ends(sample: TandemSample, turn: Turn, n: int, out: Plan, table: TokenBytes) -> None:
-    """Line ends behind dropped thinking belong to it: templates take them off the answer."""
-    if n + 1 >= len(turn.parts) or turn.parts[n + 1].kind != "text":
-        return
-    at = start = turn.parts[n + 1].start
-    while at < turn.parts[n + 1].stop and (data := table.of(sample.response_ids[at])) and not data.strip(b"\n"):
-        at += 1
-    if at > start:
-        out.thinking.append((start, at))
-
-
-def _plan_lead(
-    sample: TandemSample, part: Part, lead: str, out: Plan, table: TokenBytes, student: Markup, teacher: Markup
-) -> None:
-    """The text that one side's template or tokenizer has in front of an answer, and the other has not."""
-    own = student.lead.encode()
-    data = b""
-    for at in range(part.start, part.stop):
-        data += table.of(sample.response_ids[at]) or b""
-        if len(data) >= max(len(own), 1):
-            break
-    drop = len(own) if own and data.startswith(own) else 0
-    if data[drop:].startswith(b" ") and lead == " " and (teacher.trims or not drop):
-        lead = ""
-    if own[:drop] == lead.encode() or not data:
-        return
-    size, at = 0, part.start
-    while drop and at < part.stop and size < drop:
-        size += len(table.of(sample.response_ids[at]) or b"")
-        at += 1
-    if drop and size == drop:  # whole tokens
-        out.bridges.append(Bridge(part.start, at - part.start, ()))
-        drop = 0
-    else:
-        at = part.start
-    if (drop or lead) and at < part.stop:
-        out.leads[at] = (drop, lead)
+def _around(text: str) -> tuple[str, str, str]:
+    """White space in front, the rest, white space behind."""
+    core = text.strip()
+    before, _, behind = text.partition(core) if core else (text, "", "")
+    return before, core, behind

@@ -86,6 +86,10 @@ class ChatTemplate(Protocol):
         """The same in ids."""
         ...
 
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+        """Prompt ids; raises ModelError where it refuses the messages."""
+        ...
+
     def frame(
         self,
         messages: Sequence[Message],
@@ -255,9 +259,13 @@ class Teacher:
         if self.template is None and self.bridge is None:
             sample = replace(sample, inserted_messages=())
         student, teacher, same = self._markups
+        if same:
+            self._require_shown(sample)
+            prompt = tuple(self._rendered(sample))
+            return prompt, self.aligner.write(sample.response_ids, self.encode, inserted=sample.inserted)
         turns = turns_of(sample, self.aligner.student, student)
-        frame = self._frame(sample, header_only(turns, self.aligner.thinking, same=same))
-        told = plan(sample, turns, frame, self.aligner, student, teacher, same=same)
+        frame = self._frame(sample, header_only(turns, self.aligner.thinking, teacher))
+        told = plan(sample, turns, frame, self.aligner, student, teacher)
         text = self.aligner.write(
             sample.response_ids,
             self.encode,
@@ -269,14 +277,35 @@ class Teacher:
         )
         return frame.prompt, text
 
+    def _rendered(self, sample: TandemSample) -> list[int]:
+        if self.template is None:
+            return self.render(sample.prompt.messages)
+        try:
+            return self.template.render(sample.prompt.messages, sample.prompt.tools)
+        except ModelError as error:
+            raise self._unread(error, sample) from error
+
     def _frame(self, sample: TandemSample, thinks: Sequence[bool]) -> Frame:
         messages, between = sample.prompt.messages, sample.inserted_messages
         if self.template is None:
             bridges = tuple(tuple(self.bridge(part)) for part in between) if self.bridge else ()
             end = self.aligner.end_of_turn
             return Frame(tuple(self.render(messages)), bridges, (end,) if end >= 0 else ())
+        self._require_shown(sample)
+        try:
+            return self.template.frame(messages, between, thinks, sample.prompt.tools)
+        except ModelError as error:
+            raise self._unread(error, sample) from error
+
+    def _unread(self, error: ModelError, sample: TandemSample) -> UnreadTemplateError:
+        where = f"{self.name} template, prompt {sample.prompt.prompt_id}"
+        return UnreadTemplateError(where, error.value, error.expected, error.remedy)
+
+    def _require_shown(self, sample: TandemSample) -> None:
+        if self.template is None:
+            return
         turns, where = self.template.turns, f"{self.name} template, prompt {sample.prompt.prompt_id}"
-        shown = [*messages, *(m for part in between for m in part)]
+        shown = [*sample.prompt.messages, *(m for part in sample.inserted_messages for m in part)]
         strange = sorted({m.role for m in shown} - set(turns.roles))
         if strange:
             expected, remedy = f"messages of the roles {', '.join(turns.roles)}", "take a teacher whose template has it"
@@ -285,10 +314,6 @@ class Teacher:
         if (sample.prompt.tools and not turns.tools) or (calls and not turns.tool_calls):
             missing = "tools" if sample.prompt.tools and not turns.tools else "tool_calls"
             raise UnreadToolsError(where, missing, "a template that shows them", "take a teacher whose template does")
-        try:
-            return self.template.frame(messages, between, thinks, sample.prompt.tools)
-        except ModelError as error:
-            raise UnreadTemplateError(where, error.value, error.expected, error.remedy) from error
 
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
         prompt, text = self.conversation(sample)

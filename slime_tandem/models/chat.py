@@ -371,15 +371,15 @@ class Chat:
     @cached_property
     def answer(self) -> tuple[int, ...]:
         """The ids of what the model writes itself between the begin of a turn and its answer; () where that is plain text."""
-        return tuple(self.encode_markup(self._own_begin)) if self.markers.search(self._own_begin) else ()
+        return tuple(self.encode_markup(self.own_begin)) if self.markers.search(self.own_begin) else ()
 
     @cached_property
     def lead(self) -> str:
         """Plain text in front of a turn's answer: the template's, and the space that the tokenizer puts there (" " mostly)."""
-        return ("" if self.markers.search(self._own_begin) else self._own_begin) + self.dummy_prefix
+        return ("" if self.markers.search(self.own_begin) else self.own_begin) + self.dummy_prefix
 
     @property
-    def _own_begin(self) -> str:
+    def own_begin(self) -> str:
         """What the model writes between the generation prompt and its answer."""
         t = self.turns
         return t.answer.removeprefix(t.opened) if not t.opens_thinking and t.answer.startswith(t.opened) else ""
