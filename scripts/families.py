@@ -136,14 +136,16 @@ GEMMA3 = """{{ bos_token }}{% set first = messages[0].content + '\\n\\n' if mess
 {{- (m.content | trim) + '<end_of_turn>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
-GLM4 = """{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\nTools:' }}{% for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{% endif %}
+GLM4 = """{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\nTools:' }}
+{%- for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{% endif %}
 {%- for m in messages %}
 {%- if m.tool_calls %}{% for c in m.tool_calls %}
 {{- '<|assistant|>' + c.function.name + '\\n' + (c.function.arguments | tojson) }}{% endfor %}
 {%- else %}{{ '<|' + {'tool': 'observation'}.get(m.role, m.role) + '|>\\n' + m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
-GLM45 = """{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\nTools:' }}{% for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{% endif %}
+GLM45 = """{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\nTools:' }}
+{%- for t in tools %}{{ '\\n' + (t | tojson) }}{% endfor %}{% endif %}
 {%- set ns = namespace(query=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
@@ -151,7 +153,7 @@ GLM45 = """{{ '[gMASK]<sop>' }}{% if tools %}{{ '<|system|>\\nTools:' }}{% for t
 {%- if not thought and '</think>' in content %}
 {%- set thought = content.split('</think>')[0].split('<think>')[-1] %}
 {%- set content = content.split('</think>')[-1] %}{% endif %}
-{{- '<|assistant|>\\n' + ('<think>' + thought.strip() + '</think>' if loop.index0 > ns.query and thought else '<think></think>') }}
+{{- '<|assistant|>\\n<think>' + (thought.strip() if loop.index0 > ns.query else '') + '</think>' }}
 {{- '\\n' + content.strip() if content.strip() else '' }}
 {%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>' + c.function.name + '\\n</tool_call>' }}{% endfor %}
 {%- elif m.role == 'tool' %}
@@ -166,8 +168,8 @@ _DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}
 {%- elif m.role == 'tool' %}
 {{- '<\uff5ctool\u2581outputs\u2581begin\uff5c>' + m.content + '<\uff5ctool\u2581outputs\u2581end\uff5c>' }}
 {%- elif m.role == 'assistant' and m.tool_calls %}
-{{- '<\uff5cAssistant\uff5c>' + (m.content or '') + '<\uff5ctool\u2581calls\u2581begin\uff5c>' + m.tool_calls[0].function.name }}
-{{- '<\uff5ctool\u2581calls\u2581end\uff5c><\uff5cend\u2581of\u2581sentence\uff5c>' }}
+{{- '<\uff5cAssistant\uff5c>' + (m.content or '') + '<\uff5ctool\u2581calls\u2581begin\uff5c>' }}
+{{- m.tool_calls[0].function.name + '<\uff5ctool\u2581calls\u2581end\uff5c><\uff5cend\u2581of\u2581sentence\uff5c>' }}
 {%- elif m.role == 'assistant' %}{% set content = m.content %}THOUGHT
 {{- ('' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<\uff5cAssistant\uff5c>') + content }}
 {{- '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}{% endfor %}
@@ -203,7 +205,8 @@ HARMONY = """{{ '<|start|>system<|message|>You are a model.\\nReasoning: medium<
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
 {%- if tools or messages[0].role == 'system' %}{{ '<|start|>developer<|message|>' }}
 {{- messages[0].content if messages[0].role == 'system' else '' }}
-{%- if tools %}{{ '\\n\\nnamespace functions {' }}{% for t in tools %}{{ '\\ntype ' + t.function.name + ' = () => any;' }}{% endfor %}
+{%- if tools %}{{ '\\n\\nnamespace functions {' }}
+{%- for t in tools %}{{ '\\ntype ' + t.function.name + ' = () => any;' }}{% endfor %}
 {{- '\\n}' }}{% endif %}{{ '<|end|>' }}{% endif %}
 {%- set ns = namespace(name=none) %}
 {%- for m in rest %}
@@ -282,7 +285,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3-thinking": Family(QWEN3_THINKING, plain=(*_CALLS, *_RESULTS, *_THINK), **_QWEN),
     "llama3": Family(
         LLAMA3,
-        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"),
+        (
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eom_id|>",
+            "<|eot_id|>",
+        ),
         "<|eot_id|>",
         ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
         "<|begin_of_text|>",
@@ -295,8 +305,16 @@ FAMILIES: dict[str, Family] = {
     "mistral-v3": Family(
         MISTRAL_V3,
         (
-            "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+            "<unk>",
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
         ),
         "</s>",
         ("</s>",),
@@ -307,8 +325,16 @@ FAMILIES: dict[str, Family] = {
     "mistral-tekken": Family(
         TEKKEN,
         (
-            "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+            "<unk>",
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
         ),
         "</s>",
         ("</s>",),
@@ -357,7 +383,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt-oss": Family(
         HARMONY,
-        ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>"),
+        (
+            "<|startoftext|>",
+            "<|endoftext|>",
+            "<|return|>",
+            "<|channel|>",
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|call|>",
+        ),
         "<|return|>",
         ("<|return|>", "<|endoftext|>", "<|call|>"),
         size=450,
@@ -472,7 +507,10 @@ def sample_of(student: ModelTokenizer, chat: Chat, told: Conversation) -> Tandem
     t, ids = chat.turns, list[int]()
     inserted: list[tuple[int, int]] = []
     for k, turn in enumerate(told.turns):
-        text, before = turn.answer, ids[slice(*inserted[-1])] if inserted else chat.render(told.messages, told.tools or None)
+        text, before = (
+            turn.answer,
+            ids[slice(*inserted[-1])] if inserted else chat.render(told.messages, told.tools or None),
+        )
         opened = t.think is not None and spelt(student.tokens, before).endswith(t.think[0].encode())
         if not turn.thought:
             text = (t.think[1] if opened and t.think else chat.own_begin) + text

@@ -44,10 +44,10 @@ class Turns:
     behind it. `answer`: what stands between the header and the text of a turn without thinking, the last one of the
     conversation. `think`: what stands before and behind thinking, None: the template knows none; `opens_thinking`: its
     generation prompt has begun it; `keeps_thinking`: it writes the thinking of the last turn, `keeps_earlier` of turns before
-    a user's message. `closing`: what closes the last turn; "" where only the next role's marker does, or nothing. `after`: what
-    it puts behind that. `next_user`, `next_tool`: from the end of a turn's text to the user's or the tool's, None: it has no
-    such message behind a turn. `roles` and `tools`, `tool_calls`: what it shows. `trims`: where it takes white space off a turn's
-    text, `changes`: it changes text within.
+    a user's message. `closing`: what closes the last turn; "" where only the next role's marker does, or nothing. `after`:
+    what it puts behind that. `next_user`, `next_tool`: from the end of a turn's text to the user's or the tool's, None: it has
+    no such message behind a turn. `roles` and `tools`, `tool_calls`: what it shows. `trims`: where it takes white space off a
+    turn's text, `changes`: it changes text within.
     """
 
     start: str
@@ -131,9 +131,9 @@ class Markup:
     """What a model's template has around the words of a turn, in its ids (`models.chat.Chat`).
 
     `think`: what opens and closes thinking, without white space, None: unknown; `think_texts` the same as the template writes
-    it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an answer.
-    `lead`: plain text in front of its answers. `ends`: ids that may close a turn. `trims`: the template trims text at its begin.
-    `encode`: ids of text in which markers are text, too.
+    it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an
+    answer. `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
+    all that may close one. `trims`: the template trims text at its begin. `encode`: ids of text in which markers are text, too.
     """
 
     think: tuple[Ids, Ids] | None = None
@@ -141,6 +141,7 @@ class Markup:
     opens: bool = False
     answer: Ids = ()
     lead: str = ""
+    end: int = -1
     ends: frozenset[int] = frozenset()
     trims: bool = False
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
@@ -196,7 +197,11 @@ _TOOL: dict[str, Any] = {
     "function": {
         "name": stand_in("function"),
         "description": "a probe",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
     },
 }
 

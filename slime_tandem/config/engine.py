@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 
 from slime_tandem.config.section import Section, http_url
 
-
 TextMarkers = Literal["allow", "escape", "refuse"]
 
 
@@ -25,8 +24,8 @@ class ModelsConfig(Section):
     )
     text_markers: TextMarkers = Field(
         "escape",
-        description="control tokens that users, tools or environments have typed (<|im_end|>): escape reads them as plain text, "
-        "refuse stops, allow lets them act as templates do; all are counted in rollout/text_markers",
+        description="control tokens that users, tools or environments have typed (<|im_end|>): escape reads them as plain "
+        "text, refuse stops, allow lets them act as templates do; all are counted in rollout/text_markers",
     )
 
 

@@ -263,9 +263,10 @@ class _Streams:
 class Aligner:
     """Puts responses of one student into the ids of one teacher, and aligns them.
 
-    `end_of_turn` is the teacher's id that closes a turn, `turn_ends` are all that may (before another role's). `special` shows what becomes of each special token. `same_vocabulary`:
-    the two share every id, so that the student's ids are sent as they are (not with `reuse_ids=False`). Make one per pair
-    of vocabularies and keep it: it holds their tables (a few megabytes).
+    `end_of_turn` is the teacher's id that closes a turn, -1: none does alone; `turn_ends` are all that may (before another
+    role's turn). `special` shows what becomes of each special token. `same_vocabulary`: the two share every id, so that the
+    student's ids are sent as they are (not with `reuse_ids=False`). Make one per pair of vocabularies and keep it: it holds
+    their tables (a few megabytes).
 
     >>> s = TokenBytes((b"a", b"b", b"ab", None), frozenset({3}), frozenset({3}))
     >>> t = TokenBytes((None, b"b", b"a", b"bb"), frozenset({0}), frozenset({0}))

@@ -25,9 +25,14 @@ def markup_of(tokens: TokenBytes) -> Markup:
     return Markup(think=((starts[0],), (ends[0],)) if starts and ends else None)
 
 
+def aligner_of(student: TokenBytes, teacher: TokenBytes, markup: Markup, thinking: Thinking = "keep") -> Aligner:
+    """The alignment of a student's tokens to those of a teacher with this markup."""
+    return Aligner(student, teacher, end_of_turn=markup.end, thinking=thinking, turn_ends=markup.ends)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens `[start, stop)` of one kind: text, a marker that opens or closes thinking, thinking, the begin of an answer, the end."""
+    """Tokens `[start, stop)` of one kind: text, a marker of thinking, thinking, the begin of an answer, the end."""
 
     kind: Kind
     start: int
@@ -39,8 +44,8 @@ class Turn:
     """One turn, tokens `[start, stop)`, in parts.
 
     `opened`: the prompt, or the text before it, has opened its thinking. `spelt`: the marker of thinking that it begins with in
-    ordinary tokens, by a model that has no other, else "". Thinking of white space alone is none: it is part of the begin of the
-    answer.
+    ordinary tokens, by a model that has no other, else "". Thinking of white space alone is none: it is part of the begin of
+    the answer.
     """
 
     start: int
@@ -109,10 +114,14 @@ def _read(
         if ids[at] not in heads or not sampled[at]:
             at += 1
             continue
-        wanted: list[tuple[Kind, Ids]] = [("close", closing)] if inside else [("open", opening), ("answer", markup.answer)]
+        wanted: list[tuple[Kind, Ids]] = (
+            [("close", closing)] if inside else [("open", opening), ("answer", markup.answer)]
+        )
         for kind, marker in wanted:
             if marker and tuple(ids[at : at + len(marker)]) == marker and at + len(marker) <= last:
-                if kind == "answer" and any(p.kind in ("text", "answer") for p in parts) or (kind == "answer" and at > begin):
+                if (kind == "answer" and any(p.kind in ("text", "answer") for p in parts)) or (
+                    kind == "answer" and at > begin
+                ):
                     continue
                 close_part(at)
                 parts.append(Part(kind, at, at + len(marker)))
@@ -308,7 +317,9 @@ class _TurnPlan:
         """
         if self.teacher.think_texts is None or self.student.think_texts is None:
             return
-        have, want = (_around(texts[side])[2 * behind] for texts in (self.student.think_texts, self.teacher.think_texts))
+        have, want = (
+            _around(texts[side])[2 * behind] for texts in (self.student.think_texts, self.teacher.think_texts)
+        )
         if have == want:
             return
         parts, at = self.turn.parts, self.turn.parts[n].stop if behind else self.turn.parts[n].start

@@ -108,10 +108,11 @@ class Teacher:
     `aligner` knows the student's vocabulary and this one's. `render(messages)` gives the prompt ids of its chat template
     with the generation prompt; `encode(text)` the ids of plain text without special tokens; `bridge(messages)` the ids
     that its template puts from the end of one assistant turn over these messages to the begin of the next (None: messages
-    between turns are read as the student's text). `template` is asked in the place of both where it is known, and `student`
-    says what the student's own template writes around its turns. `max_batch` sequences travel per HTTP request, `concurrency` requests
-    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known. `tasks`:
-    the task tags that it is for, None for all that no other teacher names; `weight` among several teachers of one sample.
+    between turns are read as the student's text). `template` is asked in the place of both where it is known; `student`
+    says what the student's own template writes around its turns. `max_batch` sequences travel per HTTP request,
+    `concurrency` requests at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is
+    not known. `tasks`: the task tags that it is for, None for all that no other teacher names; `weight` among several
+    teachers of one sample.
     """
 
     engine: Engine

@@ -5,6 +5,7 @@ What the template writes is found by `turns.probe`; nothing here takes a model's
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from slime_tandem.config import TextMarkers
 from slime_tandem.errors import ModelError
 from slime_tandem.tokens.token_bytes import ROLE_NAMES, TokenBytes, encode_exact
 from slime_tandem.turns import Frame, Markup, Turns, probe, split, stand_in
-from slime_tandem.types import Message
+from slime_tandem.types import Message, TandemSample
 
 _OURS = frozenset(
     {
@@ -87,7 +88,7 @@ def end_ids(template: Template) -> frozenset[int]:
     """Single ids that the template's model ends a turn with: its own end, else the markers of the roles that may follow."""
     turns, hf = template.turns, template.hf
     texts = [turns.closing] if turns.closing else [turns.next_user, turns.next_tool]
-    added = {i for i in hf.added_tokens_decoder}
+    added = set(hf.added_tokens_decoder)
     firsts = [hf.encode(text, add_special_tokens=False)[:1] for text in texts if text and text.strip()]
     return frozenset(ids[0] for ids in firsts if ids and ids[0] in added)
 
@@ -131,7 +132,7 @@ class Chat:
     def encode_plain(self, text: str) -> list[int]:
         """The same, and no marker of thinking or tools is recognised either, where that is a token like any other."""
         cuts = [0, *(match.start() + 1 for match in self._unsplit.finditer(text)), len(text)]
-        return [i for a, b in zip(cuts, cuts[1:], strict=False) if b > a for i in self.encode(text[a:b])]
+        return [i for a, b in itertools.pairwise(cuts) if b > a for i in self.encode(text[a:b])]
 
     def encode_markup(self, text: str) -> list[int]:
         """Ids of what a template wrote within a conversation, its markers as tokens."""
@@ -309,6 +310,28 @@ class Chat:
         texts = (m.content for m in messages if environment or m.role not in _TRUSTED)
         return sum(len(self.markers.findall(text)) for text in texts)
 
+    def markers_in(self, sample: TandemSample) -> int:
+        """How many stand in a sample's prompt and between its turns."""
+        between = sum(self.count_markers(part, environment=True) for part in sample.inserted_messages)
+        return self.count_markers(sample.prompt.messages) + between
+
+    def lines(self) -> list[str]:
+        """What was found out, for the eye."""
+        ends = ", ".join(f"{i} {self.hf.convert_ids_to_tokens(i)}" for i in sorted(self.ends)) or "no token"
+        prefix = ["the tokenizer puts a space in front of a turn's first word"] if self.dummy_prefix else []
+        return [*self.turns.lines(), f"ids that may end a turn: {ends}", *prefix]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record in JSON."""
+        return {
+            **self.turns.as_dict(),
+            "end_of_turn": self.end_of_turn,
+            "ends": sorted(self.ends),
+            "dummy_prefix": self.dummy_prefix,
+            "template_kwargs": self.template.kwargs,
+            "text_markers": self.text_markers,
+        }
+
     # ---- what turns are in ids ----
 
     @cached_property
@@ -332,11 +355,6 @@ class Chat:
             "let the template write what ends a turn, or name one id in generation_config.json",
         )
 
-    @property
-    def closing_id(self) -> int:
-        """`end_of_turn` where the template writes it, -1 where it closes turns with several tokens or none."""
-        return self.end_of_turn if self.end_of_turn in self.ends else -1
-
     @cached_property
     def markup(self) -> Markup:
         """What the alignment needs to know of this model's turns."""
@@ -347,6 +365,7 @@ class Chat:
             opens=t.opens_thinking,
             answer=self.answer,
             lead=self.lead,
+            end=self.end_of_turn if self.end_of_turn in self.ends or self.turns.closed_by == "nothing" else -1,
             ends=self.ends,
             trims=t.trims in ("start", "both"),
             encode=self.encode_plain,
@@ -389,7 +408,9 @@ class Chat:
         """The space that the tokenizer adds in front of a turn's first word, where the text has none."""
         if not self.tokens.inserts_leading_space:
             return ""
-        text = self.template([{"role": "user", "content": "x"}, {"role": "assistant", "content": _WORD}], generation=False)
+        text = self.template(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": _WORD}], generation=False
+        )
         ids = self.hf.encode(text, add_special_tokens=False)
         read = b"".join(self.tokens.of(i) or self.tokens.names.get(i, "").encode() for i in ids)
         before, written = read.rpartition(_WORD.encode())[0], text.rpartition(_WORD)[0].encode()

@@ -19,6 +19,7 @@ from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.types import Message
 
+
 @dataclass(frozen=True)
 class ModelTokenizer:
     """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
@@ -93,9 +94,21 @@ class ModelTokenizer:
         return Speller(self.tokens, self.encode, self.end_of_turn, names)
 
     @property
+    def unlisted_ends(self) -> frozenset[int]:
+        """Ids that the chat template ends turns with and the model folder does not name: other servers write on there."""
+        return end_ids(self.chat().template) - _named_ends(self.folder, self.hf)
+
+    @property
     def end_of_turn(self) -> int:
         """The id that closes a turn by the chat template; raises ModelError as `Chat.end_of_turn`."""
         return self.chat().end_of_turn
+
+
+def _named_ends(folder: Path, hf: Any) -> frozenset[int]:
+    try:
+        return eos_ids_of(folder, hf)
+    except ModelError:
+        return frozenset()
 
 
 def eos_ids_of(folder: Path, hf: Any, written: frozenset[int] = frozenset()) -> frozenset[int]:

@@ -109,8 +109,9 @@ def log_rollout(
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
-        eos = frozenset(s.sample.response_ids[-1] for s in scored if s.sample.finish_reason == "stop")
-        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos)})
+        ends, markers = wire.ends_of(written), wire.markers_of(written)
+        metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        _report(args, rollout_id, metrics)
     return False
 
 

@@ -257,6 +257,22 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -
     }
 
 
+def put_ends(sample: Any, eos_ids: frozenset[int], text_markers: int) -> None:
+    """Keep which of the response's ids end turns, and how many control tokens stand in its untrusted text."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    sample.metadata[RECORD] |= {"ends": sorted(eos_ids & set(response)), "text_markers": text_markers}
+
+
+def ends_of(samples: Sequence[Any]) -> frozenset[int]:
+    """The ids that end turns, as far as they stand in these responses."""
+    return frozenset(i for s in samples for i in s.metadata[RECORD].get("ends", ()))
+
+
+def markers_of(samples: Sequence[Any]) -> float:
+    """How many control tokens stand in the untrusted text of these samples."""
+    return float(sum(s.metadata[RECORD].get("text_markers", 0) for s in samples))
+
+
 def put_failure(sample: Any, reason: str, prompt_ids: Sequence[int], filler: int) -> None:
     """Mark a sample whose response could not be written: one token without weight (slime needs one), removed, not rewarded."""
     sample.tokens, sample.response, sample.response_length = [*prompt_ids, filler], "", 1
@@ -332,7 +348,10 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(scores=None, teacher_error=[type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy])
+        record.update(
+            scores=None,
+            teacher_error=[type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy],
+        )
         return
     c, lists = scores.candidates, scores.lists
     record.update(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec, Thinking
-from slime_tandem.distill.alignment import Aligner
+from slime_tandem.distill.conversation import aligner_of
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
@@ -216,6 +216,12 @@ class Roster:
         return self.tokenizers["senior"]
 
     @property
+    def chats(self) -> dict[Role, Chat]:
+        """The chat template of each member, a teacher's with its variables."""
+        kwargs = {role: spec.template_kwargs for role, spec in self.teacher_specs.items()}
+        return {role: tokenizer.chat(kwargs.get(role)) for role, tokenizer in self.tokenizers.items()}
+
+    @property
     def fused(self) -> bool:
         """Whether senior and junior decode inside one server."""
         return self.config.engine.mode == "fused"
@@ -312,20 +318,13 @@ def teacher_by_template(
     """A teacher that reads conversations as its own template writes them; `options` as of `Teacher`."""
     return Teacher(
         engine,
-        aligner_between(student, chat, thinking),
+        aligner_of(student.tokens, chat.tokens, chat.markup, thinking),
         chat.render,
         chat.encode_plain if thinking == "text" else chat.encode,
         chat.bridge,
         chat,
         student.chat().markup,
         **options,
-    )
-
-
-def aligner_between(student: ModelTokenizer, chat: Chat, thinking: Thinking) -> Aligner:
-    """The alignment of a student's tokens to those of a teacher with this template."""
-    return Aligner(
-        student.tokens, chat.tokens, end_of_turn=chat.closing_id, thinking=thinking, turn_ends=chat.ends
     )
 
 

@@ -85,6 +85,6 @@ def test_the_names_stand_in_the_table() -> None:
     tasks = TaskSet(RunConfig().tasks, 0)
     wrong = scored((5, EOS), (1, 1), mask=(1, 1))
     wrong = replace(wrong, sample=replace(wrong.sample, prompt=tasks.train_prompts(0, 1)[0]))
-    found = rollout_metrics([wrong], tasks, frozenset({EOS}))
+    found = rollout_metrics([wrong], tasks, frozenset({EOS}), lambda _: 0)
     assert found["rollout/accuracy"] == 0.0
     assert found.keys() <= METRICS.keys()
