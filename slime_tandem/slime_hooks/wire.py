@@ -348,10 +348,8 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(
-            scores=None,
-            teacher_error=[type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy],
-        )
+        error = [type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy]
+        record.update(scores=None, teacher_error=error)
         return
     c, lists = scores.candidates, scores.lists
     record.update(
