@@ -43,9 +43,10 @@ class JsonlFamily:
 def read_jsonl(path: Path, *, labels: bool = True) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, as slime users have them.
 
-    Keys: `prompt` (a str, or a list of {role, content}; turns of tools have further keys, `_MORE`) or `messages` (a list), `label` (str or number; optional without
-    `labels`), and optionally `task` (str) and `metadata` (object). Blank lines are skipped; other keys are refused. Raises
-    DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
+    Keys: `prompt` (a str, or a list of {role, content}; turns of tools may have the further keys of `_MORE`) or `messages` (a
+    list), `label` (str or number; optional without `labels`), and optionally `task` (str) and `metadata` (object; its `tools`
+    are offered to the models). Blank lines are skipped; other keys are refused. Raises DataError with path and line number for
+    the first bad line, and for a file that is missing, empty or not UTF-8.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold

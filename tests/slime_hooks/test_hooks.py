@@ -62,8 +62,12 @@ def roster(*overrides: str) -> Any:
     config = RunConfig.load(overrides=["opd.enabled=false", "tandem.selection_strategy=alternating", *overrides])
     rule = HandoffRule.from_config(config.tandem, frozenset())
     solo = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), frozenset())
+    chat = SimpleNamespace(text_markers="escape", count_markers=lambda _: 0, markers_in=lambda _: 2)
     student = SimpleNamespace(
-        tokens=TOKENS, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)), end_of_turn=0
+        tokens=TOKENS,
+        hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)),
+        end_of_turn=0,
+        chat=lambda kwargs: chat,
     )
     return SimpleNamespace(
         config=config, tandem_rule=rule, solo_rule=solo, spellers=None, student=student, environments=None,
@@ -232,6 +236,15 @@ def test_logs_hold_who_wrote_what_and_let_slime_log_its_own(
     assert (args.logged_rollout_id, args.logged_eval_rollout_id) == (3, 4)
     assert "'tandem/senior_token_fraction': 0.5" in caplog.text
     assert "eval/held/tandem/junior_token_fraction" in caplog.text
+    assert "'rollout/text_markers': 2.0" in caplog.text
+
+
+def test_a_stop_string_is_no_end_of_turn_in_the_metrics(sample_class: Any, scripted: Any) -> None:
+    args = install({SENIOR: scripted(1, 1), JUNIOR: scripted(3, 3, stop_after=9)})
+    cut = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4, stop=["b"])
+    ended = generate(install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)}), sample_class(prompt="xy"))
+    assert wire.ends_of([cut]) == frozenset()
+    assert wire.ends_of([cut, ended]) == {0}
 
 
 def test_the_trainer_refuses_a_batch_without_channels() -> None:
