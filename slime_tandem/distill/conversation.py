@@ -223,6 +223,8 @@ class _TurnPlan:
         parts = self.turn.parts
         if self.turn.opened and not drop:
             self._opened(keep)
+        if drop and [part.kind for part in parts[:2]] == ["text", "open"] and not self._read(parts[0]).strip():
+            self.out.thinking.append((parts[0].start, parts[0].stop))  # white space of the template's
         for n, part in enumerate(parts):
             if part.kind == "answer":
                 self._put(part.start, part.stop, ())
@@ -245,6 +247,9 @@ class _TurnPlan:
                 self._text(part)
         if self.lead:
             self._put(self.turn.start, self.turn.start, self._ids(self.lead))
+
+    def _read(self, part: Part) -> bytes:
+        return self.aligner.student.join(self.sample.response_ids[part.start : part.stop])
 
     def _put(self, start: int, stop: int, ids: Ids) -> None:
         self.out.bridges.append(Bridge(start, stop - start, ids))

@@ -240,9 +240,10 @@ def test_logs_hold_who_wrote_what_and_let_slime_log_its_own(
 
 
 def test_a_stop_string_is_no_end_of_turn_in_the_metrics(sample_class: Any, scripted: Any) -> None:
-    args = install({SENIOR: scripted(1, 1), JUNIOR: scripted(3, 3, stop_after=9)})
-    cut = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4, stop=["b"])
-    ended = generate(install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)}), sample_class(prompt="xy"))
+    cut = generate(install({SENIOR: scripted(1, 1), JUNIOR: scripted(1, 1)}), sample_class(prompt="xy"), stop=["aa"])
+    assert (cut.status, cut.tokens[-2:]) == (sample_class.Status.COMPLETED, [1, 1])
+    writers = {SENIOR: scripted(1, 0, stop_after=1), JUNIOR: scripted(1, 0, stop_after=1)}
+    ended = generate(install(writers), sample_class(prompt="xy"))
     assert wire.ends_of([cut]) == frozenset()
     assert wire.ends_of([cut, ended]) == {0}
 
