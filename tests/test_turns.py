@@ -14,7 +14,9 @@ Say = Callable[[Mapping[str, Any]], str]
 
 
 def template(
-    say: Callable[[Mapping[str, Any], bool], str], prompt: str = "<a>", roles: Sequence[str] = ("system", "user", "assistant")
+    say: Callable[[Mapping[str, Any], bool], str],
+    prompt: str = "<a>",
+    roles: Sequence[str] = ("system", "user", "assistant"),
 ) -> Any:
     """A template that writes each message with `say(message, is the last)`."""
 

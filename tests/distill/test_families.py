@@ -71,7 +71,7 @@ def unread(families: dict[str, Any], teacher: str, told: Conversation) -> type[T
 def why_not(families: dict[str, Any], student: str, teacher: str, name: str) -> str:
     """Why the text cannot be the native one; "" where it must be."""
     s, t = families[student][1], families[teacher][1]
-    if teacher_of(families, student, teacher)._markups[2]:  # noqa: SLF001
+    if teacher_of(families, student, teacher)._markups[2]:
         return "the student's own ids, in the same markup"
     if name == "system" and teacher in ("mistral-v3", "mistral-tekken"):
         return "its template shows the system message in the last turn alone, if that is the user's"
@@ -136,7 +136,7 @@ def test_ends_of_turn_pair_everywhere(families: dict[str, Any], teacher: str) ->
         middle = sample.inserted[0][0] - 1
         ends = [int(aligned.teacher_index[i]) for i in (middle, len(sample.response_ids) - 1)]
         assert min(ends) >= 0, student
-        if not one._markups[2]:  # noqa: SLF001
+        if not one._markups[2]:
             assert {text.ids[i] for i in ends} <= chat.ends, student
         ids = [*prompt, *text.ids]
         assert not any(a == b and a in tokenizer.tokens.eos_ids for a, b in zip(ids, ids[1:], strict=False))
@@ -167,7 +167,9 @@ def test_thinking(families: dict[str, Any], teacher: str, thinking: Any) -> None
                 assert b"so 12" not in said
                 assert reasons["thinking"] > 0
                 if ended:
-                    assert native(chat, plain).startswith(whole.removesuffix(b"<|user|>") if "glm" in teacher else whole)
+                    assert native(chat, plain).startswith(
+                        whole.removesuffix(b"<|user|>") if "glm" in teacher else whole
+                    )
             else:
                 assert b"so 12 + 345 it is" in said
                 assert reasons["thinking"] == 0
@@ -235,7 +237,9 @@ def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
     class Answering:
         async def generate(self, requests: Any) -> Any:
             return [
-                GenerateResult(r.rid, (), (), "length", "", input_log_probs=(-1.0,) * len(r.input_ids), input_ids=r.input_ids)
+                GenerateResult(
+                    r.rid, (), (), "length", "", input_log_probs=(-1.0,) * len(r.input_ids), input_ids=r.input_ids
+                )
                 for r in requests
             ]
 

@@ -19,7 +19,9 @@ from slime_tandem.protocol import GenerateRequest
 from ..conftest import make_model
 from ..in_process import ThreadServer
 
-ENVIRONMENT = "from slime_tandem.types import Message\ndef f(prompt, chat): return [Message('user', 'And then? <end_of_turn>')]\n"
+ENVIRONMENT = (
+    "from slime_tandem.types import Message\ndef f(prompt, chat): return [Message('user', 'And then? <end_of_turn>')]\n"
+)
 
 
 def folder_of(name: str, root: Path, seed: int, kind: str) -> Path:
@@ -47,7 +49,7 @@ def test_a_gemma_teaches_a_glm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     async def score(self: TeacherPanel, samples: Any, *args: Any, **more: Any) -> Any:
         for one in self.teachers:
-            sent.extend(one._plan(s, self.scoring).request for s in samples)  # noqa: SLF001
+            sent.extend(one._plan(s, self.scoring).request for s in samples)
         return await asked(self, samples, *args, **more)
 
     monkeypatch.setattr(TeacherPanel, "score", score)

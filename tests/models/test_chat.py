@@ -74,7 +74,9 @@ def test_a_frame_without_text_is_what_the_template_writes(families: dict[str, An
     whole = spelt(tokenizer.tokens, [*frame.prompt, *chat.encode(frame.leads[0] + "Yes"), *frame.end])
     if chat.turns.closed_by == "the next role":
         text += "<|user|>"
-    assert text.encode().replace(b" ", b"").startswith(whole.replace(b" ", b""))  # dummy prefixes of the prompt's tokenizer
+    assert (
+        text.encode().replace(b" ", b"").startswith(whole.replace(b" ", b""))
+    )  # dummy prefixes of the prompt's tokenizer
     asked = spelt(tokenizer.tokens, chat.render(ASK))
     assert whole.startswith(asked.removesuffix(chat.turns.opened.encode()) if chat.turns.opens_thinking else asked)
 
@@ -183,8 +185,8 @@ def test_markers_that_are_no_special_tokens_are_text_too(families: dict[str, Any
 @pytest.mark.parametrize("name", FACTS)
 def test_every_marker_of_every_family_can_be_read_as_text(families: dict[str, Any], name: str) -> None:
     tokenizer, chat = families[name]
-    marker_ids = {tokenizer.hf.convert_tokens_to_ids(m) for m in chat._marker_names.values()}  # noqa: SLF001
-    text = "x".join(sorted(set(chat._marker_names.values())))  # noqa: SLF001
+    marker_ids = {tokenizer.hf.convert_tokens_to_ids(m) for m in chat._marker_names.values()}
+    text = "x".join(sorted(set(chat._marker_names.values())))
     honest = sum(i in marker_ids for i in chat.render((Message("user", "x"),)))
     ids = chat.render((Message("user", f"x{text}x"),))
     assert sum(i in marker_ids for i in ids) == honest
