@@ -151,7 +151,7 @@ def stand_in(name: str | int, among: Iterable[str] = ()) -> str:
     """A word that stands for a text while a template is rendered: no template trims, escapes or writes it.
 
     >>> stand_in(0), stand_in(0, ["a qz0zq"])
-    ('qz0zq', 'qz0zzq')
+    ('qz0zq', 'qz0zzzq')
     """
     texts, word = list(among), f"qz{name}"
     while any(word in text for text in texts):

@@ -22,7 +22,7 @@ from .waiting import PATIENCE_S
 ROOT = Path(slime_tandem.__file__).parent
 
 ROOMS = (
-    "errors", "types", "files", "signals", "extensions", "strategies", "turns", "config", "protocol",  # words
+    "errors", "types", "files", "signals", "extensions", "strategies", "config", "protocol", "turns",  # words
     "tokens", "rollout", "distill", "objective", "tasks", "report",  # what is computed, and what is read of it
     "models", "engines", "megatron", "training", "team",  # models at work
     "local", "evaluation", "doctor", "diagnostics", "slime_hooks",  # what is done with them
@@ -35,9 +35,9 @@ ALLOWED = {
     "signals": {"errors"},
     "extensions": {"errors"},
     "strategies": {"errors", "extensions"},
-    "turns": {"errors"},
     "config": {"errors", "files", "extensions", "strategies"},
     "protocol": {"types"},
+    "turns": set(),
     "tokens": set(),
     "rollout": {"tokens", "protocol"},
     "distill": {"turns", "tokens", "protocol"},
@@ -67,7 +67,7 @@ ALLOWED = {
 WORDS = {"errors", "types", "files", "signals", "extensions", "strategies", "config"}
 
 PURE = (
-    "errors", "types", "strategies", "turns", "protocol", "tokens", "rollout", "distill", "objective",
+    "errors", "types", "strategies", "protocol", "turns", "tokens", "rollout", "distill", "objective",
 )  # fmt: skip
 """No file, socket, process or clock is touched by these rooms..."""
 DOORS = {

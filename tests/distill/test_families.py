@@ -5,6 +5,7 @@ Tokenizers and templates only (scripts/families.py); no model.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_ends_of_turn_pair_everywhere(families: dict[str, Any], teacher: str) ->
         if not one._markups[2]:
             assert {text.ids[i] for i in ends} <= chat.ends, student
         ids = [*prompt, *text.ids]
-        assert not any(a == b and a in tokenizer.tokens.eos_ids for a, b in zip(ids, ids[1:], strict=False))
+        assert not any(a == b and a in tokenizer.tokens.eos_ids for a, b in itertools.pairwise(ids))
 
 
 @pytest.mark.parametrize("teacher", FAMILIES)

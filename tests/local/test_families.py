@@ -3,6 +3,7 @@ template never writes (Gemma)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_a_gemma_teaches_a_glm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for request in sent:
         ids = list(request.input_ids)
         assert eos not in ids
-        assert (end, end) not in zip(ids, ids[1:], strict=False)
+        assert (end, end) not in itertools.pairwise(ids)
         starts = ids.count(begin)
         assert ids.count(end) in (starts - 1, starts), "one end for each turn, the last may be open"
         turns += starts // 2
