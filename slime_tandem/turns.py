@@ -133,7 +133,8 @@ class Markup:
     `think`: what opens and closes thinking, without white space, None: unknown; `think_texts` the same as the template writes
     it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an
     answer. `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
-    all that may close one. `trims`: the template trims text at its begin. `encode`: ids of text in which markers are text, too.
+    all that may close one; `between`: what it puts between a turn and a user's or a tool's message. `trims`: the template
+    trims text at its begin. `encode`: ids of text in which markers are text, too.
     """
 
     think: tuple[Ids, Ids] | None = None
@@ -143,6 +144,7 @@ class Markup:
     lead: str = ""
     end: int = -1
     ends: frozenset[int] = frozenset()
+    between: tuple[str | None, ...] = ()
     trims: bool = False
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 

@@ -31,7 +31,6 @@ from slime_tandem.distill.teacher import Teacher
 from slime_tandem.errors import TandemError
 from slime_tandem.models.chat import Chat
 from slime_tandem.models.tokenizer import ModelTokenizer
-from slime_tandem.team.roster import teacher_by_template
 from slime_tandem.types import Message, TandemSample
 
 ASK = (Message("user", "What is 12 + 345? Think of the tens first, then say it in a sentence."),)
@@ -85,9 +84,7 @@ def code(text: str) -> str:
 
 
 def teacher_of(loaded: Loaded, student: str, teacher: str) -> Teacher:
-    tokenizer, chat = loaded[student]
-    made = teacher_by_template(None, tokenizer, loaded[teacher][1], "keep", name=teacher)  # type: ignore[arg-type]
-    return Teacher(None, made.aligner, made.render, made.encode, made.bridge, made.template, chat.markup, teacher)  # type: ignore[arg-type]
+    return Teacher.by_template(None, loaded[student][1], loaded[teacher][1], name=teacher)  # type: ignore[arg-type]
 
 
 class Before:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime_tandem.config import AlignmentPolicy, Support
+from slime_tandem.config import AlignmentPolicy, Support, Thinking
 from slime_tandem.distill.alignment import Aligner, Alignment, TeacherText, as_floats
 from slime_tandem.distill.candidates import (
     ExactQuery,
@@ -30,7 +30,7 @@ from slime_tandem.distill.candidates import (
     require_whole,
     top_of,
 )
-from slime_tandem.distill.conversation import header_only, markup_of, plan, turns_of
+from slime_tandem.distill.conversation import aligner_of, header_only, markup_of, plan, turns_of
 from slime_tandem.errors import (
     DataError,
     ModelError,
@@ -40,6 +40,7 @@ from slime_tandem.errors import (
     UnreadToolsError,
 )
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, same_ids
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import Frame, Markup, Turns
 from slime_tandem.types import AlignedScores, FloatArray, Message, TandemSample
 
@@ -74,7 +75,20 @@ class Scoring:
 
 
 class ChatTemplate(Protocol):
-    """A teacher's own chat template in its ids; `models.chat.Chat` is one."""
+    """A model's own chat template in its ids; `models.chat.Chat` is one."""
+
+    @property
+    def tokens(self) -> TokenBytes:
+        """The bytes of every id."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, no special token among them."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The same, with markers of thinking and tools that are tokens like any other as text, too."""
+        ...
 
     @property
     def turns(self) -> Turns:
@@ -86,8 +100,12 @@ class ChatTemplate(Protocol):
         """The same in ids."""
         ...
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Prompt ids; raises ModelError where it refuses the messages."""
+        ...
+
+    def bridge(self, messages: Sequence[Message]) -> list[int]:
+        """Ids from the end of one assistant turn over these messages to the begin of the next."""
         ...
 
     def frame(
@@ -128,6 +146,22 @@ class Teacher:
     max_batch: int = 128
     concurrency: int = 4
     max_tokens: int | None = None
+
+    @classmethod
+    def by_template(
+        cls, engine: Engine, student: ChatTemplate, template: ChatTemplate, thinking: Thinking = "keep", **options: Any
+    ) -> Teacher:
+        """A teacher that reads conversations as its own template writes them; `options` are further fields."""
+        return cls(
+            engine,
+            aligner_of(student.tokens, template.tokens, template.markup, thinking),
+            template.render,
+            template.encode_plain if thinking == "text" else template.encode,
+            template.bridge,
+            template,
+            student.markup,
+            **options,
+        )
 
     @cached_property
     def same_tokens(self) -> SameTokens:

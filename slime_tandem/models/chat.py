@@ -367,6 +367,7 @@ class Chat:
             lead=self.lead,
             end=self.end_of_turn if self.end_of_turn in self.ends or self.turns.closed_by == "nothing" else -1,
             ends=self.ends,
+            between=(t.next_user, t.next_tool),
             trims=t.trims in ("start", "both"),
             encode=self.encode_plain,
         )

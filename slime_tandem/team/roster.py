@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec, Thinking
-from slime_tandem.distill.conversation import aligner_of
+from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
@@ -293,9 +292,9 @@ class Roster:
         kwargs = spec.template_kwargs
         with _of_role(role):
             chat = t.chat(kwargs)
-        teacher = teacher_by_template(
+        teacher = Teacher.by_template(
             engine,
-            self.student,
+            self.student.chat(),
             chat,
             spec.thinking,
             name=spec.name,
@@ -310,22 +309,6 @@ class Roster:
                 check_served_model(info, self.folders[role], url)
             check_teacher(teacher)
         return teacher
-
-
-def teacher_by_template(
-    engine: Engine, student: ModelTokenizer, chat: Chat, thinking: Thinking, **options: Any
-) -> Teacher:
-    """A teacher that reads conversations as its own template writes them; `options` as of `Teacher`."""
-    return Teacher(
-        engine,
-        aligner_of(student.tokens, chat.tokens, chat.markup, thinking),
-        chat.render,
-        chat.encode_plain if thinking == "text" else chat.encode,
-        chat.bridge,
-        chat,
-        student.chat().markup,
-        **options,
-    )
 
 
 def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import AlignmentPolicy, Thinking, http_url
-from slime_tandem.distill.teacher import Scoring, check_teacher
+from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
@@ -29,7 +29,6 @@ from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.tasks.jsonl import parse_messages
-from slime_tandem.team.roster import teacher_by_template
 from slime_tandem.types import AlignedScores, Prompt, SampleKey, TandemSample
 
 _KEYS = ("id", "messages", "prompt", "response", "response_ids")
@@ -128,9 +127,9 @@ async def _score(
         info = await client.model_info()
         check_served_model(info, tokenizer.folder, url)
         limit = info.get("max_total_tokens")
-        teacher = teacher_by_template(
+        teacher = Teacher.by_template(
             client,
-            student,
+            student.chat(),
             tokenizer.chat(job.template_kwargs),
             job.thinking,
             max_batch=16,

@@ -13,7 +13,6 @@ from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 
 from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import TandemError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
-from slime_tandem.team.roster import teacher_by_template
 from slime_tandem.types import Message, TandemSample
 
 ASK = (Message("user", "What is 12 + 345?"),)
@@ -42,10 +41,8 @@ CONVERSATIONS = {
 
 
 def teacher_of(families: dict[str, Any], student: str, teacher: str, thinking: Any = "keep") -> Teacher:
-    (_, own), (tokenizer, chat) = families[teacher], families[student]
-    made = teacher_by_template(None, tokenizer, own, thinking, name=teacher)  # type: ignore[arg-type]
-    # The student is read with the template variables of its entry.
-    return Teacher(None, made.aligner, made.render, made.encode, made.bridge, own, chat.markup, teacher)  # type: ignore[arg-type]
+    own, chat = families[student][1], families[teacher][1]
+    return Teacher.by_template(None, own, chat, thinking, name=teacher)  # type: ignore[arg-type]
 
 
 def spoken(families: dict[str, Any], student: str, told: Conversation) -> TandemSample | None:
@@ -244,8 +241,7 @@ def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
                 for r in requests
             ]
 
-    made = teacher_of(families, "llama3", "gemma3")
-    one = Teacher(Answering(), made.aligner, made.render, made.encode, made.bridge, made.template, made.student)  # type: ignore[arg-type]
+    one = Teacher.by_template(Answering(), families["llama3"][1], families["gemma3"][1])  # type: ignore[arg-type]
     told = [CONVERSATIONS[name] for name in ("tool", "single", "tools")]
     samples = [s for t in told if (s := spoken(families, "llama3", t)) is not None]
     scores = asyncio.run(one.score(samples))
