@@ -43,14 +43,15 @@ class Part:
 class Turn:
     """One turn, tokens `[start, stop)`, in parts.
 
-    `opened`: the prompt, or the text before it, has opened its thinking. `spelt`: the marker of thinking that it begins with in
-    ordinary tokens, by a model that has no other, else "". Thinking of white space alone is none: it is part of the begin of
-    the answer.
+    `opened`: the prompt, or the text before it, has opened its thinking; `thinks`: it begins with thinking. `spelt`: the marker
+    of thinking that it begins with in ordinary tokens, by a model that has no other, else "". Thinking of white space alone is
+    none: it is part of the begin of the answer.
     """
 
     start: int
     stop: int
     opened: bool
+    thinks: bool
     spelt: str
     parts: tuple[Part, ...]
 
@@ -58,12 +59,6 @@ class Turn:
     def ended(self) -> bool:
         """Whether its last token is an end of turn."""
         return bool(self.parts) and self.parts[-1].kind == "end"
-
-    @property
-    def thinks(self) -> bool:
-        """Whether it begins with thinking."""
-        kinds = {part.kind for part in self.parts}
-        return self.opened or "open" in kinds
 
 
 def turns_of(sample: TandemSample, tokens: TokenBytes, markup: Markup) -> list[Turn]:
@@ -114,15 +109,11 @@ def _read(
         if ids[at] not in heads or not sampled[at]:
             at += 1
             continue
-        wanted: list[tuple[Kind, Ids]] = (
-            [("close", closing)] if inside else [("open", opening), ("answer", markup.answer)]
-        )
+        wanted: list[tuple[Kind, Ids]] = [("close", closing)] if inside else [("open", opening)]
+        if at == start:
+            wanted.append(("answer", markup.answer))
         for kind, marker in wanted:
             if marker and tuple(ids[at : at + len(marker)]) == marker and at + len(marker) <= last:
-                if (kind == "answer" and any(p.kind in ("text", "answer") for p in parts)) or (
-                    kind == "answer" and at > begin
-                ):
-                    continue
                 close_part(at)
                 parts.append(Part(kind, at, at + len(marker)))
                 inside = kind == "open" or (inside and kind != "close")
@@ -138,7 +129,9 @@ def _read(
         begin_text = tokens.join(ids[start : start + 16]).lstrip()
         spelt = next((mark for mark, _ in MARKERS if begin_text.startswith(mark.encode())), "")
     parts, opened = _without_empty_thinking(parts, opened, ids, tokens)
-    return Turn(start, stop, opened, spelt, tuple(parts))
+    before = tokens.join(ids[start : next((part.start for part in parts if part.kind == "open"), start)])
+    thinks = opened or (any(part.kind == "open" for part in parts) and not before.strip())
+    return Turn(start, stop, opened, thinks, spelt, tuple(parts))
 
 
 def _without_empty_thinking(
@@ -274,8 +267,7 @@ class _TurnPlan:
         self._put(self.turn.start, self.turn.start, ids)
 
     def _text(self, part: Part) -> None:
-        hidden = [stop for _, stop in self.out.thinking if stop > part.start]
-        start = max([part.start, *hidden])
+        start = max(part.start, self.out.thinking[-1][1] if self.out.thinking else 0)
         if start < part.stop and not self.turn.thinks:
             self._begin_of_answer(Part("text", start, part.stop))
         elif start < part.stop:

@@ -150,3 +150,19 @@ def test_an_end_of_several_tokens_or_none() -> None:
     assert written(s, "keep", Frame((1,), (), tuple(text("\n###"))), several) == "ab\n###"
     cut = sample(text("ab"))
     assert written(cut, "keep", Frame((1,), (), tuple(text("\n###"))), several) == "ab"
+
+
+def test_thinking_in_the_middle_of_a_turn_does_not_begin_it() -> None:
+    (turn,) = turns_of(sample([*text("ab"), THINK, *text("c"), DONE, *text("d")]), TABLE, MARKUP)
+    assert not turn.thinks
+    assert [part.kind for part in turn.parts] == ["text", "open", "thought", "close", "text"]
+    (turn,) = turns_of(sample([*text("\n"), THINK, *text("c")]), TABLE, MARKUP)
+    assert turn.thinks
+
+
+@pytest.mark.parametrize("thinking", ["keep", "text", "drop"])
+def test_many_markers_are_read_in_linear_time(thinking: Any) -> None:
+    """A pass over all markers for each one would take minutes."""
+    ids = [THINK, *text("a"), DONE, *text("b")] * 10_000
+    out = written(sample(ids), thinking, FRAME, KNOWN)
+    assert out == ("b" if thinking == "drop" else "<think>a</think>b") * 10_000
