@@ -453,9 +453,12 @@ def _spaced(model: models.BPE, family: Family) -> Tokenizer:
 
 def tokenizer_of(family: Family, backend: Tokenizer | None = None) -> PreTrainedTokenizerFast:
     """The family's tokenizer with its template; `backend`: another vocabulary than the small one."""
+    made = backend is None
     if backend is None:
         backend = _byte_level(family) if family.vocabulary == "bytes" else _sentence_piece(family)
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.plain])
+    # A published vocabulary has runs of U+2581 among its pieces already.
+    plain = [t for t in family.plain if made or t.strip("\u2581")]
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.added])
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
