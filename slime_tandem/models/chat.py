@@ -88,7 +88,7 @@ def end_ids(template: Template) -> frozenset[int]:
     """Single ids that the template's model ends a turn with: its own end, else the markers of the roles that may follow."""
     turns, hf = template.turns, template.hf
     texts = [turns.closing] if turns.closing else [turns.next_user, turns.next_tool]
-    added = set(hf.added_tokens_decoder)
+    added = {i for i, token in hf.added_tokens_decoder.items() if str(token.content).strip()}
     firsts = [hf.encode(text, add_special_tokens=False)[:1] for text in texts if text and text.strip()]
     return frozenset(ids[0] for ids in firsts if ids and ids[0] in added)
 
@@ -235,10 +235,9 @@ class Chat:
                 begin = head if k == 0 else _without_end(begin, t.answer)
                 leads.append("")
             else:
-                text = _text(begin)
-                leads.append(lead)
-                if lead and text.endswith(t.answer) and t.answer == lead:
-                    begin = _without_end(begin, lead)
+                written = bool(lead) and t.answer == lead  # else the tokenizer puts it there
+                leads.append(lead if not written or _text(begin).endswith(lead) else "")
+                begin = _without_end(begin, lead) if written else begin
             parts[k] = begin
         tail = _text(parts[-1])
         closing = tail.rstrip() or (t.next_user or "")
@@ -251,7 +250,7 @@ class Chat:
         )
 
     def _is_marker(self, ids: Sequence[int]) -> bool:
-        return bool(ids) and (ids[0] in self.tokens.special or ids[0] in self.tokens.names)
+        return bool(ids) and ids[0] in self._marker_names
 
     def _pieces(
         self,
