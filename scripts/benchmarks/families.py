@@ -153,28 +153,25 @@ def natives(loaded: Loaded) -> None:
     print("| teacher | " + " | ".join(CONVERSATIONS) + " | doubled ends |")
     print("|---|" + "---|" * (len(CONVERSATIONS) + 1))
     for t, (tokenizer, chat) in loaded.items():
-        row, doubled = [], [0, 0]
-        end = spelt(tokenizer.tokens, [chat.end_of_turn])
-        for told in CONVERSATIONS.values():
-            counts = [[0, 0], [0, 0]]
-            for s in loaded:
-                if s == t:
-                    continue
-                for k, one in enumerate((Before(loaded, s, t), teacher_of(loaded, s, t))):
+        counts = {name: [0, 0, 0] for name in CONVERSATIONS}
+        doubled, end = [0, 0], spelt(tokenizer.tokens, [chat.end_of_turn])
+        ends = [tokenizer.tokens.names[i].encode() for i in sorted(tokenizer.tokens.eos_ids)]
+        for s in loaded:
+            if s == t:
+                continue
+            for k, one in enumerate((teacher_of(loaded, s, t), Before(loaded, s, t))):
+                for name, told in CONVERSATIONS.items():
                     found = scored(loaded, s, told, one)
                     if found is None:
                         continue
                     sent = found[4]
-                    doubled[k] += sum(sent.count(a + b) for a in ends_of(tokenizer) for b in ends_of(tokenizer))
-                    sent = sent.removesuffix(end) if chat.turns.closed_by == "the next role" and told.ended else sent
-                    counts[k][0] += native(chat, told).startswith(sent)
-                    counts[k][1] += 1
-            row.append(f"{counts[1][0]} of {counts[1][1]} ({counts[0][0]})" if counts[1][1] else "not shown")
-        print(f"| {t} | " + " | ".join(row) + f" | {doubled[1]} ({doubled[0]}) |")
-
-
-def ends_of(tokenizer: ModelTokenizer) -> list[bytes]:
-    return [tokenizer.tokens.names[i].encode() for i in sorted(tokenizer.tokens.eos_ids)]
+                    doubled[k] += sum(sent.count(a + b) for a in ends for b in ends)
+                    if chat.turns.closed_by == "the next role" and told.ended:
+                        sent = sent.removesuffix(end)
+                    counts[name][k] += native(chat, told).startswith(sent)
+                    counts[name][2] += k == 0
+        row = [f"{after} of {n} ({before})" if n else "not shown" for after, before, n in counts.values()]
+        print(f"| {t} | " + " | ".join(row) + f" | {doubled[0]} ({doubled[1]}) |", flush=True)
 
 
 def main() -> None:
