@@ -56,19 +56,28 @@ def load_all(root: Path, *, small: bool) -> Loaded:
 
 
 def facts(loaded: Loaded, *, small: bool) -> None:
-    print(
-        "| family | vocabulary | begin of a turn | closed by | ids that may end it | thinking | roles, tools | text, lead |"
+    columns = (
+        "family",
+        "vocabulary",
+        "begin of a turn",
+        "closed by",
+        "ids that may end it",
+        "thinking from",
+        "to",
+        "shows",
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| " + " | ".join((*columns, "text, lead")) + " |")
+    print("|" + "---|" * 9)
     for name, (tokenizer, chat) in loaded.items():
         t = chat.turns
         source = FAMILIES[name].real if not small and FAMILIES[name].real else "made here"
-        thinking = "-"
+        opening = closing_mark = "-"
         if t.marks:
-            kept = "kept" if t.keeps_earlier else "kept in the last turn" if t.keeps_thinking else "dropped"
-            thinking = f"{code(t.marks[0])} to {code(t.marks[1])}, {kept}{', opened by the prompt' if t.opens_thinking else ''}"
+            kept = "kept" if t.keeps_earlier else "last turn's kept" if t.keeps_thinking else "dropped"
+            opening = code(t.marks[0]) + (", by the prompt" if t.opens_thinking else "")
+            closing_mark = f"{code(t.marks[1])}, {kept}"
         elif chat.marks:
-            thinking = "tokens, unknown to the template"
+            opening = closing_mark = "tokens, unknown to it"
         ends = ", ".join(code(tokenizer.hf.convert_ids_to_tokens(i)) for i in sorted(chat.ends))
         more = [*(("tools",) if t.tools else ()), *(("calls",) if t.tool_calls else ())]
         roles = ", ".join([r for r in t.roles if r not in ("user", "assistant")] + more) or "-"
@@ -76,7 +85,9 @@ def facts(loaded: Loaded, *, small: bool) -> None:
         lead = f", {code(chat.lead)}" if chat.lead else ""
         closing = code(t.closing) if t.closing else t.closed_by
         begin = code(t.header + t.answer) if t.header + t.answer else "-"
-        print(f"| {name} | {source} | {begin} | {closing} | {ends} | {thinking} | {roles} | {text}{lead} |")
+        print(
+            f"| {name} | {source} | {begin} | {closing} | {ends} | {opening} | {closing_mark} | {roles} | {text}{lead} |"
+        )
 
 
 def code(text: str) -> str:

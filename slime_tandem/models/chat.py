@@ -397,6 +397,21 @@ class Chat:
         """Plain text in front of a turn's answer: the template's, and the space that the tokenizer puts there (" " mostly)."""
         return ("" if self.markers.search(self.own_begin) else self.own_begin) + self.dummy_prefix
 
+    def finished(self, text: str) -> list[int]:
+        """`text` as one finished turn that the model itself would have sampled: with what it writes before an answer.
+
+        A text that closes its thinking is taken as it is.
+        """
+        t = self.turns
+        begin = self.own_begin
+        if t.think is not None and t.think[1].strip() in text:
+            begin = ""
+        elif t.think is not None and t.opens_thinking:
+            begin = t.think[1]
+        if self.markers.search(begin):
+            return [*self.encode_markup(begin), *self.encode(text), self.end_of_turn]
+        return [*self.encode(begin + self.dummy_prefix + text), self.end_of_turn]
+
     @property
     def own_begin(self) -> str:
         """What the model writes between the generation prompt and its answer."""

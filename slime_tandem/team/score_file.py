@@ -199,7 +199,7 @@ def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple
     if "response" in row:
         if not isinstance(row["response"], str):
             raise DataError(f"{where} response", row["response"], "a text", example)
-        ids = [*student.encode(row["response"]), student.end_of_turn]
+        ids = student.chat().finished(row["response"])
     else:
         ids = row["response_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -203,3 +203,25 @@ def test_reserved_variables_and_refusing_templates(families: dict[str, Any], tmp
     (folder / "chat_template.jinja").write_text("{{ '<|im_start|>' }}{% for m in messages %}{{ m.role }}{% endfor %}")
     with pytest.raises(ModelError, match="writes out once what the user and the assistant say"):
         ModelTokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_text_as_the_model_would_have_sampled_it(families: dict[str, Any], name: str) -> None:
+    """Behind the prompt of generation it is what the template writes of it."""
+    tokenizer, chat = families[name]
+    whole = spelt(tokenizer.tokens, [*chat.render(ASK), *chat.finished("It is 357.")])
+    messages = [ASK[0].as_dict(), {"role": "assistant", "content": "It is 357."}]
+    ids = chat.hf.encode(chat.template(messages, generation=False), add_special_tokens=False)
+    want = spelt(tokenizer.tokens, ids)
+    if chat.turns.closed_by == "the next role":
+        want += b"<|user|>"
+    if name == "deepseek-r1":  # its template never writes the thinking that its prompt opens
+        want = want.replace(
+            "<\uff5cAssistant\uff5c>".encode(), "<\uff5cAssistant\uff5c><think>\n\n</think>\n\n".encode()
+        )
+    assert want == whole + chat.turns.after.encode()
+
+
+def test_a_text_that_closes_its_thinking_is_as_it_was_sampled(families: dict[str, Any]) -> None:
+    _, chat = families["qwen3-thinking"]
+    assert chat.finished("so\n</think>\n\n4") == [*chat.encode("so\n</think>\n\n4"), chat.end_of_turn]
