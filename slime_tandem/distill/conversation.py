@@ -210,6 +210,8 @@ class _TurnPlan:
     aligner: Aligner
     student: Markup
     teacher: Markup
+    spaced: int = 0
+    """Where the white space around the last marker ends."""
 
     def make(self) -> None:
         keep, drop = self.aligner.thinking == "keep", self.aligner.thinking == "drop"
@@ -310,7 +312,7 @@ class _TurnPlan:
     def _white_space(self, n: int, side: int, *, behind: bool) -> None:
         """White space around a marker belongs to the template: where it is the student's own, the teacher reads its own.
 
-        Only whole tokens of it; one that holds a character more stays as it is.
+        What else a token of it holds is written out beside.
         """
         if self.teacher.think_texts is None or self.student.think_texts is None:
             return
@@ -322,12 +324,21 @@ class _TurnPlan:
         parts, at = self.turn.parts, self.turn.parts[n].stop if behind else self.turn.parts[n].start
         k = n + 1 if behind else n - 1
         near = parts[k] if 0 <= k < len(parts) and parts[k].kind in ("text", "thought") else Part("text", at, at)
-        far, data, table = at, b"", self.aligner.student
-        while len(data) < len(have.encode()) and (far < near.stop if behind else far > near.start):
+        far, data, own = at, b"", have.encode()
+        while len(data) < len(own) and (far < near.stop if behind else far > max(near.start, self.spaced)):
             far += 1 if behind else -1
-            data = table.join(self.sample.response_ids[min(at, far) : max(at, far)])
-        if data == have.encode():
-            self._put(min(at, far), max(at, far), self._ids(want))
+            data = self._read(Part("text", min(at, far), max(at, far)))
+        try:
+            if behind and data.startswith(own):
+                ids = self._ids(want + data[len(own) :].decode())
+            elif not behind and data.endswith(own):
+                ids = (*self._ids(data[: len(data) - len(own)].decode()), *self._ids(want))
+            else:
+                return
+        except UnicodeDecodeError:  # half a character beside it: all stays as it was sampled
+            return
+        self.spaced = max(at, far)
+        self._put(min(at, far), self.spaced, ids)
 
 
 def _around(text: str) -> tuple[str, str, str]:

@@ -83,13 +83,15 @@ def test_thinking_of_white_space_is_the_begin_of_the_answer() -> None:
     assert not turn.opened
 
 
-def written(s: TandemSample, thinking: Any, frame: Frame, teacher: Markup = MARKUP, student: Markup = MARKUP) -> str:
+def written(
+    s: TandemSample, thinking: Any, frame: Frame, teacher: Markup, student: Markup = MARKUP, table: TokenBytes = TABLE
+) -> str:
     other = TokenBytes(
         (*BYTES, None, b"<think>", b"</think>"), frozenset({256}), frozenset({256}),
         {256: "<|eot|>", 257: "<think>", 258: "</think>"},
     )  # fmt: skip
-    aligner = aligner_of(TABLE, other, teacher, thinking)
-    turns = turns_of(s, TABLE, student)
+    aligner = aligner_of(table, other, teacher, thinking)
+    turns = turns_of(s, table, student)
     told = plan(s, turns, frame, aligner, student, teacher)
     out = aligner.write(
         s.response_ids, text, bridges=told.bridges, inserted=s.inserted, thinking=told.thinking, stands=told.stands,
@@ -125,6 +127,19 @@ def test_white_space_around_markers_is_the_teachers() -> None:
     glm = Markup(think=((THINK,), (DONE,)), think_texts=("\n<think>", "</think>\n"), end=END, ends=frozenset({END}))
     s = sample([*text("\n"), THINK, *text("so"), DONE, *text("\n4"), END])
     assert written(s, "keep", FRAME, KNOWN, glm) == "<think>\nso\n</think>\n\n4<E>"
+
+
+def test_white_space_in_a_token_with_other_text() -> None:
+    """As byte-level tokenizers write `.` and a line end in one; half a character in it stays."""
+    table = TokenBytes((*TABLE.table, b".\n", b"\xe4\n"), TABLE.special, TABLE.eos_ids, TABLE.names)
+    glm = Markup(
+        think=((257,), (258,)), think_texts=("<think>", "</think>"), end=256, ends=frozenset({256}),
+        encode=lambda t: list(t.encode()),
+    )  # fmt: skip
+    s = sample([THINK, *text("\nso"), 259, DONE, *text("\n\n4"), END])
+    assert written(s, "keep", FRAME, glm, table=table) == "<think>so.</think>4<E>"
+    s = sample([THINK, *text("\nso"), 260, DONE, *text("\n\n4"), END])
+    assert written(s, "keep", FRAME, glm, table=table) == "<think>so\ufffd\n</think>4<E>"
 
 
 def test_thinking_that_was_cut_is_no_answer() -> None:
