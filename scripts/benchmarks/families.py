@@ -105,6 +105,7 @@ class Before:
         (s, _), (t, self.chat) = loaded[student], loaded[teacher]
         eos = t.hf.eos_token_id
         self.end = eos if eos in t.tokens.eos_ids else min(t.tokens.eos_ids)
+        self.ends = self.chat.ends
         self.aligner, self.student = Aligner(s.tokens, t.tokens, end_of_turn=self.end), s
 
     def conversation(self, sample: TandemSample) -> tuple[tuple[int, ...], TeacherText]:
@@ -123,7 +124,10 @@ class Before:
 
 
 def scored(loaded: Loaded, student: str, told: Conversation, one: Any) -> tuple[int, int, int, int, bytes] | None:
-    """(tokens with a value, sampled tokens, ends with a value, sampled ends, text sent); None: a template has no such roles."""
+    """(tokens with a value, sampled tokens, ends with the value of a right one, sampled ends, text sent).
+
+    None: one of the two templates has no such roles.
+    """
     try:
         sample = sample_of(*loaded[student], told)
         prompt, text = one.conversation(sample)
@@ -134,7 +138,9 @@ def scored(loaded: Loaded, student: str, told: Conversation, one: Any) -> tuple[
     eos = loaded[student][0].tokens.eos_ids
     ends = [i for i, token in enumerate(sample.response_ids) if sampled[i] and token in eos]
     sent = spelt(one.aligner.teacher, [*prompt, *text.ids])
-    return int(paired[sampled].sum()), sum(sampled), int(paired[ends].sum()), len(ends), sent
+    known = one.ends if isinstance(one, Before) else one.template.markup.ends
+    right = sum(bool(paired[i]) and text.ids[int(aligned.teacher_index[i])] in known for i in ends)
+    return int(paired[sampled].sum()), sum(sampled), right, len(ends), sent
 
 
 def cells(loaded: Loaded, student: str, teacher: str) -> Iterator[tuple[float, float]]:
@@ -148,7 +154,7 @@ def cells(loaded: Loaded, student: str, teacher: str) -> Iterator[tuple[float, f
 def pairs(loaded: Loaded) -> None:
     names = list(loaded)
     numbered = {(s, t): list(cells(loaded, s, t)) for s in names for t in names}
-    for k, what in ((0, "coverage"), (1, "ends of turn with a value")):
+    for k, what in ((0, "coverage"), (1, "ends of turn with the value of a token that the template writes there")):
         print(f"\n{what}, after (before where it was another); columns are teachers\n")
         print("| student | " + " | ".join(names) + " |")
         print("|---|" + "---|" * len(names))
