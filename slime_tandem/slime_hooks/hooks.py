@@ -135,8 +135,9 @@ def log_rollout(
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
-        eos = frozenset(s.tokens[-1] for s in written if wire.ends_turn(s))
-        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)})
+        ends, markers = wire.ends_of(written), wire.markers_of(written)
+        metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        _report(args, rollout_id, {**metrics, **_past_limits(written)})
     return False
 
 
