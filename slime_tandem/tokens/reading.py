@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,8 @@ _FAR = np.iinfo(np.int64).max
 class Edits:
     """Stretches [start, stop) of bytes that were rewritten, in order, and apart; all between them stayed as it was.
 
-    `start`, `stop`, `width` [k]: bytes of the source, and how many stand in their place; `kind` [k]: INVALID_UTF8 or NORMALISED.
-    A stretch of no bytes is an insertion.
+    `start`, `stop`, `width` [k]: bytes of the source, and how many stand in their place; `kind` [k]: INVALID_UTF8 or
+    NORMALISED. A stretch of no bytes is an insertion.
     """
 
     start: IntArray
@@ -43,26 +44,37 @@ class Edits:
     kind: IntArray
 
     def moved(self, at: IntArray) -> IntArray:
-        """Where the offsets `at` of the source are now, -1 inside a stretch; an insertion stands behind its offset.
+        """Where the ascending offsets `at` of the source are now, -1 inside a stretch; an insertion stands behind its offset.
 
         >>> edits = make_edits([(0, 0, 1, NORMALISED), (3, 5, 1, NORMALISED)])
         >>> edits.moved(np.arange(7)).tolist()
         [0, 2, 3, 4, -1, 5, 6]
         """
-        shift = np.concatenate(([0], np.cumsum(self.width - self.stop + self.start)))
-        passed = np.searchsorted(2 * self.stop + (self.start == self.stop), 2 * at, side="right")
-        first = np.concatenate((self.start, [_FAR]))  # of the next stretch
-        return np.where(first[passed] < at, -1, at + shift[passed])
+        empty = self.start == self.stop
+        behind = np.where(empty, np.searchsorted(at, self.stop, "right"), np.searchsorted(at, self.stop, "left"))
+        shift = np.zeros(len(at) + 1, dtype=np.int64)
+        np.add.at(shift, behind, self.width - self.stop + self.start)
+        out = at + np.cumsum(shift[:-1])
+        out[_covered(np.searchsorted(at, self.start, "right")[~empty], behind[~empty], len(at))] = -1
+        return out
 
     def touched(self, start: IntArray, stop: IntArray, kind: int) -> BoolArray:
-        """Which of the stretches [start, stop) of the source hold a byte that was rewritten so."""
+        """Which of the neighbouring stretches [start, stop) of the source hold a byte that was rewritten so."""
         mine = (self.kind == kind) & (self.start < self.stop)
-        begun = np.searchsorted(self.start[mine], stop, side="left")
-        return begun > np.searchsorted(self.stop[mine], start, side="right")
+        first = np.searchsorted(stop, self.start[mine], "right")
+        return _covered(first, np.searchsorted(start, self.stop[mine], "left"), len(start))
 
     def shifted(self, by: int) -> Edits:
         """The same behind `by` more bytes."""
         return Edits(self.start + by, self.stop + by, self.width, self.kind)
+
+
+def _covered(start: IntArray, stop: IntArray, n: int) -> BoolArray:
+    """[n]: whether an index lies in any of the ranges."""
+    depth = np.zeros(n + 1, dtype=np.int64)
+    np.add.at(depth, start, 1)
+    np.add.at(depth, stop, -1)
+    return np.cumsum(depth[:-1]) > 0
 
 
 def make_edits(rows: Sequence[tuple[int, int, int, int]]) -> Edits | None:
@@ -82,7 +94,9 @@ def _then(first: Edits | None, second: Edits | None) -> Edits | None:
     """Both rewritings as one. A stretch of the second lies within what one of the first wrote, or outside of all."""
     if first is None or second is None:
         return first or second
-    written = first.start + np.cumsum(first.width - first.stop + first.start)  # where each begins now, behind its own change
+    written = first.start + np.cumsum(
+        first.width - first.stop + first.start
+    )  # where each begins now, behind its own change
     begins = written - first.width + first.stop - first.start
     ends = begins + first.width
     at = np.searchsorted(ends, second.start, side="right")
@@ -216,17 +230,13 @@ def lead_of(tokens: TokenBytes, ids: Sequence[int], content: str) -> str | None:
     >>> lead_of(table, [1, 2], "Hello"), lead_of(table, [2, 1], "Hello")
     (' ', None)
     """
-    before, found, _ = tokens.join(ids).partition(content.encode())
-    first = b""
-    for token in ids:
-        data = tokens.of(token)
-        if len(first) > len(before) or data is None:
-            break
-        first += data
-    if not found or len(first) < len(before):
-        return None
+    pieces = [tokens.of(token) for token in ids]
+    text = b"".join(
+        data for data in takewhile(lambda data: data is not None, pieces) if data
+    )  # to the first special one
+    before, found, _ = text.partition(content.encode())
     try:
-        return before.decode()
+        return before.decode() if found else None
     except UnicodeDecodeError:
         return None
 
@@ -237,7 +247,7 @@ _LAST_UNSTABLE = 0x30000
 
 @cache
 def _unstable() -> npt.NDArray[np.bool_]:
-    """[code point]: whether composition (NFC) can change the character, or merge it with the one before; the last: all others."""
+    """[code point]: whether composition (NFC) can change the character, or merge it with the one before; last: all others."""
     seconds = _second_starters()
     found = np.zeros(_LAST_UNSTABLE + 1, dtype=np.bool_)
     for code in range(0x300, _LAST_UNSTABLE):
@@ -279,7 +289,7 @@ def _nfc(text: str) -> str:
 
 
 def _compose(text: str, data: bytes) -> tuple[bytes, Edits | None]:
-    """(NFC bytes, edits) of `data`, the bytes of `text`. Only characters that composition can touch are looked at one by one."""
+    """(NFC bytes, edits) of `data`, the bytes of `text`. Only what composition can touch is looked at one by one."""
     table = _unstable()
     code = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     at = np.flatnonzero(table.take(np.minimum(code, len(table) - 1)))

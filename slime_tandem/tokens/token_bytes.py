@@ -118,11 +118,11 @@ class TokenBytes:
     `special`: ids of special tokens (they have a role, no text). `eos_ids`: ids that end a turn, from the model folder.
     `names`: surface of every special or added token, as the tokenizer writes it.
     `inserts_leading_space`: encoding puts a space in front of the text (Llama-2, Mistral); the bytes of ids are exact
-    all the same. `dummy_prefix`: whether it does so behind each special token, too: `missing`, where no space is there (Metaspace),
-    or `always` (Llama-2), else `no`. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing. `marks_spaces`: encoding reads
-    U+2581 as a space (SentencePiece). `fallback`: ids of single bytes that encoding writes only where no other token has the
-    byte (SentencePiece's `<0x41>` beside `A`). `disproved`: ids that are in the table as None, because the tokenizer's own decoder
-    writes something else than their piece says.
+    all the same. `dummy_prefix`: whether it does so behind each special token, too: `missing`, where no space is there
+    (Metaspace), `always` (Llama-2), or `no`. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing.
+    `marks_spaces`: encoding reads U+2581 as a space (SentencePiece). `fallback`: ids of single bytes that encoding writes only
+    where no other token has the byte (SentencePiece's `<0x41>` beside `A`). `disproved`: ids that are None in the table because
+    the tokenizer's own decoder writes something else than their piece says.
 
     >>> TokenBytes((b"a", b" b", None), special=frozenset({2}), eos_ids=frozenset({2})).join([0, 1, 2])
     b'a b'
@@ -294,31 +294,32 @@ def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> 
     text can hold (0xFF) shows as U+FFFD, and so do all of its kind: those are compared as far as that goes. Raises ModelError
     if more than one id in a hundred is disproved: the decoder has another rule then.
     """
-    ids = [i for i, data in enumerate(tokens.table) if data is not None]
-    single = {b[0]: i for i, b in enumerate(tokens.table) if b is not None and len(b) == 1}
-    plain = {b: i for b, i in single.items() if b < 128 and i not in tokens.fallback} or single
-    counts = np.bincount(tokens.packed[0], minlength=256)
-    if not plain:
+    pieces = {i: data for i, data in enumerate(tokens.table) if data is not None}
+    single = {data[0]: i for i, data in pieces.items() if len(data) == 1}
+    letters = [b for b, i in single.items() if b < 128 and i not in tokens.fallback]
+    if not letters:
         return tokens
-    # The byte that is rarest in the vocabulary: a text of all ids at once is then cut at it in one way only.
-    letter = min(plain, key=lambda b: (counts[b], b))
-    between, mark = plain[letter], bytes([letter])
-    whole = [_completed(tokens.table[i] or b"", single) for i in ids]
-    rows = [[*(single[b] for b in left), i, *(single[b] for b in right)] for i, (left, right) in zip(ids, whole, strict=True)]
-    wanted = [(left + (tokens.table[i] or b"") + right).decode("utf-8", "replace") for i, (left, right) in zip(ids, whole, strict=True)]
-    clear = mark.decode()
-    at_once = [k for k, text in enumerate(wanted) if clear not in text]
-    joined = [between, *(i for k in at_once for i in (*rows[k], between))]
-    alone = range(len(ids))
-    if decode(joined) == clear + "".join(wanted[k] + clear for k in at_once):
-        alone = sorted(set(alone) - set(at_once))
-    wrong = frozenset(ids[k] for k in alone if decode([between, *rows[k], between]) != clear + wanted[k] + clear)
-    if len(wrong) > _MAX_DISPROVED * len(ids):
+    # The letter that is rarest in the vocabulary: a text of all ids at once can then be cut at it in one way only.
+    counts = np.bincount(tokens.packed[0], minlength=256)
+    letter = min(letters, key=lambda b: (counts[b], b))
+    between, mark = single[letter], bytes([letter])
+    together = [i for i, data in pieces.items() if mark not in data and _is_text(data)]
+    row = [between] * (2 * len(together) + 1)
+    row[1::2] = together
+
+    def writes(i: int) -> bool:
+        left, right = _completed(pieces[i], single)
+        shown = decode([between, *(single[b] for b in left), i, *(single[b] for b in right), between])
+        return shown == (mark + left + pieces[i] + right + mark).decode("utf-8", "replace")
+
+    shown = decode(row) == mark.join([b"", *(pieces[i] for i in together), b""]).decode()
+    wrong = frozenset(i for i in (pieces.keys() - together if shown else pieces) if not writes(i))
+    if len(wrong) > _MAX_DISPROVED * len(pieces):
         some = [(i, tokens.of(i)) for i in sorted(wrong)[:3]]
         raise ModelError(
             "tokenizer",
             name,
-            f"ids that its decoder writes as their pieces say; {len(wrong)} of {len(ids)} are not, such as {some}",
+            f"ids that its decoder writes as their pieces say; {len(wrong)} of {len(pieces)} are not, such as {some}",
             "this decoder follows another rule; use a tokenizer without it, it cannot be aligned byte by byte",
         )
     if not wrong:
@@ -338,16 +339,16 @@ def _completed(data: bytes, known: Mapping[int, int]) -> tuple[bytes, bytes]:
     >>> _completed("\u4f60".encode()[1:], dict.fromkeys(range(256), 0)), _completed(b"\xff", {})
     ((b'\xe4', b''), (b'', b''))
     """
-    for left in _LEFT:
-        for right in _RIGHT:
-            try:
-                (left + data + right).decode()
-            except UnicodeDecodeError:
-                continue
-            if known.keys() >= set(left + right):
-                return left, right
-            break
-    return b"", b""
+    pairs = ((left, right) for left in _LEFT for right in _RIGHT if known.keys() >= set(left + right))
+    return next(((left, right) for left, right in pairs if _is_text(left + data + right)), (b"", b""))
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], name: str) -> TokenBytes:
@@ -374,9 +375,7 @@ def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], n
                 f"ids whose bytes give the encoded text back (differs at byte {at})",
                 "this tokenizer normalises or inserts text; use one without, it cannot be aligned byte by byte",
             )
-    return replace(
-        tokens, inserts_leading_space=space, marks_spaces=marks, normalises="NFC" if normalises else None
-    )
+    return replace(tokens, inserts_leading_space=space, marks_spaces=marks, normalises="NFC" if normalises else None)
 
 
 def encode_exact(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
