@@ -486,8 +486,10 @@ class Aligner:
         t_end = np.cumsum(t_length)
         alike = t_end[-1:].sum() == len(text.spelt) and np.array_equal(t_end[text.special] - 1, text.special_at)
         if alike:
-            touched, ends = _rewritten(text)
-            masked = text.silent if text.edits is None else np.where(text.silent < 0, touched, text.silent)
+            masked, ends = text.silent, text.ends
+            if text.edits is not None:
+                touched, ends = _rewritten(text)
+                masked = np.where(masked < 0, touched, masked)
             partner, paired = _same_places(text, masked, ends, t_length, t_end)
             if self._same_bytes(text, t_start, t_length, partner, paired):
 
@@ -644,7 +646,7 @@ def _same_places(
         j = np.flatnonzero(t_length)
     ending = np.zeros(len(text.spelt) + 1, dtype=np.int64)
     ending[t_end[j]] = j
-    partner = ending.take(ends, mode="wrap")  # -1 belongs to a token that cannot pair
+    partner = ending.take(ends)  # -1 belongs to a token that cannot pair
     if not len(j):
         return partner, np.zeros(len(partner), dtype=np.bool_)
     paired = (t_end.take(partner) == ends) & (t_length.take(partner) == text.lengths)
