@@ -291,7 +291,7 @@ def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> A
 
     `spaces`: how text is prepared. "replace": Gemma's way (no space in front; user-defined pieces are added tokens, not
     normalised); "prepend": Llama-2's legacy way; "first", "always", "never": Metaspace with that scheme (Mistral v3, and
-    tokenizers converted with and without `legacy`). `limit`: only the first pieces, the control pieces and the bytes.
+    tokenizers converted with and without `legacy`). `limit`: only the first pieces, the control pieces, bytes and letters.
     """
     from sentencepiece import sentencepiece_model_pb2 as proto
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -300,8 +300,11 @@ def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> A
 
     kind = proto.ModelProto.SentencePiece
     model = proto.ModelProto.FromString((cache_dir() / file).read_bytes())
+    kept = {kind.CONTROL, kind.BYTE}
     pieces = [
-        p for i, p in enumerate(model.pieces) if limit is None or i < limit or p.type in (kind.CONTROL, kind.BYTE)
+        p
+        for i, p in enumerate(model.pieces)
+        if limit is None or i < limit or p.type in kept or (len(p.piece) == 1 and p.piece < "\u3000")
     ]
     vocab = {p.piece: i for i, p in enumerate(pieces)}
     # Scores fall with the id, in every model here: the earlier of two pieces is merged first.
@@ -341,13 +344,13 @@ def from_ranks(name: str, *, composes: bool, added: tuple[str, ...] = ()) -> Any
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token=end)
 
 
-def with_prefix_space(file: str, end: str) -> Any:
-    """A byte-level `tokenizer.json` with `add_prefix_space`."""
+def with_prefix_space(file: str, end: str, *, prefix: bool = True) -> Any:
+    """A byte-level `tokenizer.json` with `add_prefix_space` set to `prefix`."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     hf: Any = PreTrainedTokenizerFast(tokenizer_file=str(cache_dir() / file), eos_token=end)
-    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     return hf
 
 
