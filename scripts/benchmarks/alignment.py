@@ -455,7 +455,7 @@ def rewritten(args: argparse.Namespace) -> None:
         cells = [
             f"{a:{f}} | {b:{f}}" for a, b, f in zip(*(row[1:] for row in rows), (".3f", ".2f", ".2f"), strict=True)
         ]
-        code_point = max(map(ord, odd))
+        code_point = min(c for c in map(ord, odd) if c >= 0x300)
         print(
             f"| {student_name} <- {teacher_name} | U+{code_point:04X} | {rows[0][0]:,} | {' | '.join(cells)} |",
             flush=True,

@@ -67,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
     aligned = aligner.align(aligner.write(ids, teacher.encode))
     console = Console(highlight=False, soft_wrap=True)
     print(describe_special(aligner))
+    for side in (student, teacher):
+        if side.tokens.disproved:
+            n = len(side.tokens.disproved)
+            print(f"{side.name}: {n} ids are masked, its decoder writes something else than their pieces")
     console.print(coverage_table(aligned, f"{student.name} <- {teacher.name}"))
     console.print(reasons_line(aligned))
     console.print(coloured(ids, aligned, student.show, args.limit))
