@@ -158,6 +158,18 @@ class TeacherScoreError(EngineError):
     """A teacher's answer is missing, short, or holds a value that is no log-probability."""
 
 
+class UnreadRolesError(TeacherScoreError):
+    """A sample holds messages of a role that the teacher's template does not show."""
+
+
+class UnreadToolsError(TeacherScoreError):
+    """A sample offers or calls tools, and the teacher's template shows none."""
+
+
+class UnreadTemplateError(TeacherScoreError):
+    """The teacher's template refuses a sample, or does not write its turns out."""
+
+
 class EnvironmentTimeoutError(EngineError):
     """What answers between the models' turns has not answered in time."""
 

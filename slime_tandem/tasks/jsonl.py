@@ -17,6 +17,8 @@ from slime_tandem.tasks.family import hint, make_prompt
 from slime_tandem.types import Message, Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
+_MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Further keys of a message that chat templates take."""
 
 
 class JsonlFamily:
@@ -43,9 +45,10 @@ class JsonlFamily:
 def read_jsonl(path: Path, *, labels: bool = True, answer: AnswerKind | None = None) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, as slime users have them.
 
-    Keys: `prompt` (a str, or a list of {role, content}) or `messages` (a list), `label` (str or number; optional without
-    `labels`), and optionally `task` (str) and `metadata` (object). Blank lines are skipped; other keys are refused, and so are
-    labels that are not of the kind `answer`.
+    Keys: `prompt` (a str, or a list of {role, content}; turns of tools may have the further keys of `_MORE`) or `messages` (a
+    list), `label` (str or number; optional without `labels`), and optionally `task` (str) and `metadata` (object; its `tools`
+    are offered to the models). Blank lines are skipped; other keys are refused, and so are labels that are not of the kind
+    `answer`.
 
     Raises DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
     """
@@ -104,7 +107,7 @@ def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
 
 
 def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:
-    """Chat turns of a JSON value: a list of {role, content}, or a text where that may be; raises DataError naming `where`."""
+    """Chat turns of a JSON value: a list of {role, content, ...}, or a text where that may be; raises DataError at `where`."""
     if may_be_text and isinstance(value, str) and value.strip():
         return (Message("user", value),)
     expected = "a non-empty string or a list of messages" if may_be_text else "a list of messages"
@@ -112,9 +115,18 @@ def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messag
         raise DataError(where, value, expected, 'e.g. [{"role": "user", "content": "2 + 2 ="}]')
     messages = []
     for i, turn in enumerate(value):
-        if not isinstance(turn, dict) or set(turn) != {"role", "content"} or not isinstance(turn["content"], str):
+        if (
+            not isinstance(turn, dict)
+            or not {"role", "content"} <= set(turn)
+            or set(turn) - {"role", "content", *_MORE}
+        ):
+            more = f"an object with text `role` and `content`, and at most {', '.join(_MORE)} beside"
+            raise DataError(f"{where}.{i}", turn, more, "correct this turn")
+        if turn["content"] is None and turn.get("tool_calls"):  # as OpenAI's API has turns that call tools
+            turn = turn | {"content": ""}
+        if not isinstance(turn["content"], str):
             raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
         if turn["role"] not in _ROLES:
             raise DataError(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
-        messages.append(Message(turn["role"], turn["content"]))
+        messages.append(Message.of(turn))
     return tuple(messages)

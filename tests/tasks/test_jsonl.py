@@ -125,6 +125,25 @@ def test_labels_are_of_the_kind_that_the_task_says(tmp_path: Path, answer: str |
     assert f"{tmp_path / 'p.jsonl'}:1 label" in str(caught.value)
 
 
+def test_turns_of_tools(tmp_path: Path) -> None:
+    """As OpenAI's API writes them: a call without text, and its answer."""
+    call = {"type": "function", "id": "c1", "function": {"name": "sum", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "sum"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"messages": turns, "label": "2", "metadata": {"tools": [{"name": "sum"}]}}))
+    (prompt,) = read_jsonl(path)
+    assert prompt.messages[1].as_dict() == {**turns[1], "content": ""}
+    assert prompt.messages[2].as_dict() == turns[2]
+    assert prompt.tools == [{"name": "sum"}]
+    path.write_text(json.dumps({"messages": [{**turns[0], "weight": 1}], "label": "2"}))
+    with pytest.raises(DataError, match=r"messages\.0=.*at most tool_calls"):
+        read_jsonl(path)
+
+
 def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="an existing JSONL file"):
         read_jsonl(tmp_path / "none.jsonl")
