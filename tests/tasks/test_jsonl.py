@@ -78,7 +78,7 @@ def test_math_verify_works_outside_the_main_thread(tmp_path: Path) -> None:
         ('{"prompt": "a", "label": true}', "label=True"),
         ('{"prompt": "a", "label": NaN}', "NaN is no number of JSON"),
         ('{"prompt": "a", "label": Infinity}', "Infinity is no number of JSON"),
-        ('{"prompt": "a", "label": 1e400}', "the number 1e400 is beyond the largest"),
+        ('{"prompt": "a", "label": 1e400}', "1e400 is beyond the largest"),
         ('{"prompt": "a", "label": null}', "label=None"),
         ('{"prompt": "a", "label": {"a": 1}}', "label="),
         ('{"prompt": "a", "label": [1, 2]}', "label="),
