@@ -301,7 +301,9 @@ def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> 
         return tokens
     # The letter that is rarest in the vocabulary: a text of all ids at once can then be cut at it in one way only.
     counts = np.bincount(tokens.packed[0], minlength=256)
-    letter = min(letters, key=lambda b: (counts[b], b))
+    ranked = sorted(letters, key=lambda b: (counts[b], b))
+    # Not one that the decoder itself writes as something else.
+    letter = next((b for b in ranked if decode([single[b]] * 2) == chr(b) * 2), ranked[0])
     between, mark = single[letter], bytes([letter])
     together = [i for i, data in pieces.items() if mark not in data and _is_text(data)]
     row = [between] * (2 * len(together) + 1)
@@ -334,7 +336,7 @@ _RIGHT = tuple(first + b"\x80" * n for first in (b"", b"\x80", b"\xa0", b"\x90")
 
 
 def _completed(data: bytes, known: Mapping[int, int]) -> tuple[bytes, bytes]:
-    """Bytes that make text of `data` when they stand before and behind it; none where nothing does.
+    r"""Bytes that make text of `data` when they stand before and behind it; none where nothing does.
 
     >>> _completed("\u4f60".encode()[1:], dict.fromkeys(range(256), 0)), _completed(b"\xff", {})
     ((b'\xe4', b''), (b'', b''))

@@ -32,7 +32,7 @@ def greedy(t: TokenBytes) -> Callable[[str], list[int]]:
     """An encoder by hand: the longest piece first; U+FFFD needs a piece of its own."""
 
     def encode(text: str) -> list[int]:
-        data, ids = text.encode(), []
+        data, ids = (text.replace("\u2581", " ") if t.marks_spaces else text).encode(), []
         while data:
             known = ((len(p), i) for i, p in enumerate(t.table) if p and data.startswith(p))
             n, i = max(known, key=lambda x: (x[0], -x[1]))
