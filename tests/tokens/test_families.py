@@ -129,9 +129,9 @@ def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
     steps = [decoders.Replace("\u2581", " "), decoders.Replace(letter, "k"), decoders.ByteFallback(), decoders.Fuse()]
     hf.backend_tokenizer.decoder = decoders.Sequence(steps)
     tokens = prove(plain, lambda ids: str(hf.backend_tokenizer.decode(ids)), "t")
-    assert tokens.disproved == holding(letter) | {plain.table.index(letter.encode())}
+    assert tokens.disproved == holding(letter)
     aligner = Aligner(letters("</s>"), tokens, end_of_turn=2)
-    text = list(f"the fox {letter} the dog".encode())
+    text = list(f"the fox {letter} a hen".encode())
     got = aligner.align(aligner.write(text, lambda t: native(hf, t)))
     unproven = np.flatnonzero(got.reason == UNALIGNED_REASONS.index("unproven")).tolist()
     assert 8 in unproven
