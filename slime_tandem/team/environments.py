@@ -134,15 +134,15 @@ class Environments:
         index = writer.prompt.metadata.get("spec", -1)
         if index not in self._responds:
             return None
-        respond, spec, said = self._responds[index], self._specs[index], writer.chat
-        if sum(m.role == "assistant" for m in said) >= spec.max_turns:
+        respond, spec, so_far = self._responds[index], self._specs[index], writer.chat
+        if sum(m.role == "assistant" for m in so_far) >= spec.max_turns:
             return None
         where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
                 # A copy: what a function does to its arguments is no part of the run.
-                messages = await _called(respond, copy.deepcopy(writer.prompt), said)
+                messages = await _called(respond, copy.deepcopy(writer.prompt), so_far)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
