@@ -18,7 +18,7 @@ from typing import Any
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError, EngineError, EnvironmentTimeoutError, ModelError
-from slime_tandem.extensions import find
+from slime_tandem.extensions import find, said
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
