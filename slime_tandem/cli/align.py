@@ -70,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         found = tokenizer.chat.lines() if tokenizer.chat else ["no chat template: ends of turn go by names of tokens"]
         print("\n  ".join([f"turns of the {role}:", *found]))
     print(describe_special(aligner))
+    for side in (student, teacher):
+        if side.tokens.disproved:
+            n = len(side.tokens.disproved)
+            print(f"{side.name}: {n} ids are masked, its decoder writes something else than their pieces")
     console.print(coverage_table(aligned, f"{student.name} <- {teacher.name}"))
     console.print(reasons_line(aligned))
     console.print(coloured(ids, aligned, student.show, args.limit))

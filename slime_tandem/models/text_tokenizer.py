@@ -27,6 +27,7 @@ from slime_tandem.tokens.token_bytes import (
     build_token_bytes,
     check_encoding,
     encode_exact,
+    prove,
 )
 from slime_tandem.tokens.vocabularies import parse_sentencepiece, parse_tekken
 from slime_tandem.turns import Markup
@@ -123,7 +124,7 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     data = path.read_bytes()
     tokens = parse_sentencepiece(data)
     processor = library.SentencePieceProcessor(model_proto=data)
-    tokens = check_encoding(tokens, processor.encode, path.name)
+    tokens = prove(check_encoding(tokens, processor.encode, path.name), processor.decode, path.name)
 
     def encode(text: str) -> list[int]:
         return encode_exact(tokens, processor.encode, text)

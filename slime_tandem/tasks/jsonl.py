@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -99,7 +98,7 @@ def _parse_line(line: str, where: str, labels: bool, answer: AnswerKind | None) 
 
 def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
-    if not fine or (isinstance(label, float) and not math.isfinite(label)):
+    if not fine:
         raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
     if not kinds.fits(str(label), answer):
         expected = f"a label that is {answer}, as tasks[].answer says"
