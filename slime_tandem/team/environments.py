@@ -18,7 +18,7 @@ from typing import Any
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError, EngineError, EnvironmentTimeoutError, ModelError
-from slime_tandem.extensions import find
+from slime_tandem.extensions import find, said
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
@@ -134,15 +134,15 @@ class Environments:
         index = writer.prompt.metadata.get("spec", -1)
         if index not in self._responds:
             return None
-        respond, spec, chat = self._responds[index], self._specs[index], writer.chat
-        if sum(m.role == "assistant" for m in chat) >= spec.max_turns:
+        respond, spec, so_far = self._responds[index], self._specs[index], writer.chat
+        if sum(m.role == "assistant" for m in so_far) >= spec.max_turns:
             return None
         where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
                 # A copy: what a function does to its arguments is no part of the run.
-                messages = await _called(respond, copy.deepcopy(writer.prompt), chat)
+                messages = await _called(respond, copy.deepcopy(writer.prompt), so_far)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
