@@ -115,6 +115,8 @@ def test_a_decoder_of_another_rule_is_refused() -> None:
         ModelError, match=r"ids that its decoder writes as their pieces say; \d+ of 256 are not, such as \[\(97"
     ):
         prove(tokens, lambda ids: bytes(ids).decode("utf-8", "replace").upper(), "t")
+    with pytest.raises(ModelError, match=r"one letter that its decoder writes as it is, not \[\(0, '\?'\)"):
+        prove(tokens, lambda ids: "?" * len(ids), "t")
 
 
 def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
