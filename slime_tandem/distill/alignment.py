@@ -30,7 +30,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,7 @@ __all__ = ["Aligner", "Alignment", "AlignmentPolicy", "Bridge", "TeacherText", "
 UNALIGNED_REASONS = ("special", "boundary", "invalid_utf8", "normalised", "unproven", "thinking", "inserted")
 _SPECIAL, _BOUNDARY, _INVALID, _NORMALISED, _UNPROVEN, _THINKING, _INSERTED = range(len(UNALIGNED_REASONS))
 _PAIRED = -1
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 _FAR = np.iinfo(np.int64).max
 Symbols = npt.NDArray[np.uint16]
@@ -280,11 +282,12 @@ class _Streams:
 class Aligner:
     """Puts responses of one student into the ids of one teacher, and aligns them.
 
-    `end_of_turn` is the teacher's id that closes a turn. `special` shows what becomes of each special token. `same_vocabulary`:
-    the two share every id, so that the student's ids are sent as they are (not with `reuse_ids=False`). `lead`: the text that
-    the teacher's template and tokenizer put between the opening of an assistant turn and its content, `own_lead` the student's
-    (`tokens.reading.lead_of`; a space, for many a SentencePiece model): where a turn begins, the teacher reads its own
-    instead of the student's. Make one per pair of vocabularies and keep it: it holds their tables (a few megabytes).
+    `end_of_turn` is the teacher's id that closes a turn, -1: none does alone; `turn_ends` are all that may (before another
+    role's turn). `special` shows what becomes of each special token. `same_vocabulary`: the two share every id, so that the
+    student's ids are sent as they are (not with `reuse_ids=False`). `lead`: the text that the teacher's template and tokenizer
+    put between the opening of an assistant turn and its content, `own_lead` the student's (`tokens.reading.lead_of`; a space,
+    for many a SentencePiece model): where a turn begins and `write` is told no other, the teacher reads its own instead of the
+    student's. Make one per pair of vocabularies and keep it: it holds their tables (a few megabytes).
 
     >>> s = TokenBytes((b"a", b"b", b"ab", None), frozenset({3}), frozenset({3}))
     >>> t = TokenBytes((None, b"b", b"a", b"bb"), frozenset({0}), frozenset({0}))
@@ -307,13 +310,15 @@ class Aligner:
         end_of_turn: int,
         thinking: Thinking = "keep",
         reuse_ids: bool = True,
+        turn_ends: frozenset[int] = frozenset(),
         lead: str = "",
         own_lead: str = "",
     ) -> None:
         self.lead, self.own_lead = lead, own_lead
         self.student, self.teacher, self.thinking, self.end_of_turn = student, teacher, thinking, end_of_turn
         self.special: SpecialMap = map_special_tokens(student, teacher, end_of_turn, thinking)
-        targets = sorted(set(self.special.ids.values()))
+        self.turn_ends = turn_ends | ({end_of_turn} if end_of_turn >= 0 else set())
+        targets = sorted({*self.special.ids.values(), *self.turn_ends})
         self._targets = targets
         code_of = {target: k for k, target in enumerate(targets)}
         codes = {i: code_of[target] for i, target in self.special.ids.items()}
@@ -335,15 +340,25 @@ class Aligner:
         *,
         bridges: Sequence[Bridge] = (),
         inserted: Sequence[tuple[int, int]] = (),
+        thinking: Sequence[tuple[int, int]] | None = None,
+        stands: Mapping[int, int] = _NOTHING,
+        leads: Mapping[int, tuple[int, str]] = _NOTHING,
     ) -> TeacherText:
         """The response in the teacher's ids: `encode` plain text (no special tokens), special tokens by the map.
 
         `bridges`, in order, stand between turns; `inserted` spans `[start, stop)` were not sampled and never pair.
+        `thinking`: spans that the teacher does not read (None: with `thinking="drop"` those between sampled markers). `stands`:
+        the teacher id, one of `turn_ends`, in the place of the student's token at a position. `leads`: at a position where text
+        begins, so many bytes of it that the teacher does not read, and what it reads in their place.
         """
         s = self._from.clip(student_ids)
         places, length = self._from.places(s)
-        silent, length = self._silence(s, length, bridges, inserted)
+        silent, length = self._silence(s, length, bridges, inserted, thinking)
+        for at, target in stands.items():
+            places[at] = self._from.special_start + 8 * self._targets.index(target)
+            length[at], silent[at] = 1, _PAIRED
         ends = np.cumsum(length)
+        lead_at = {int(ends[at - 1]) if at else 0: lead for at, lead in leads.items()}
         stream = self._from.read(places, length)
         cuts = self._interruptions(places, length, ends, bridges)
 
@@ -364,7 +379,7 @@ class Aligner:
                     piece = own[length[first : last + 1] > 0].tolist()
                     read = ReadText("", data)
                 else:
-                    read = self._read(data, turn=before != "special")
+                    read = self._read(data, lead_at.get(at), turn=before != "special")
                     encoded = encode(read.text)
                     piece = encoded.tolist() if isinstance(encoded, np.ndarray) else encoded
                 marks.append(self._to.clip(piece))
@@ -400,8 +415,11 @@ class Aligner:
             lambda: self._zones(parts, encode),
         )
 
-    def _read(self, data: bytes, *, turn: bool) -> ReadText:
+    def _read(self, data: bytes, told: tuple[int, str] | None, *, turn: bool) -> ReadText:
         """A piece of text for the teacher, with what stands in front of one where a turn begins, or behind a special token."""
+        if told is not None:
+            drop, lead = told
+            return lead_with(read_text(data[drop:], self.teacher), lead, drop)
         if turn:
             own = len(self.own_lead.encode()) if data.startswith(self.own_lead.encode()) else 0
             if self.lead == (self.own_lead if own else ""):
@@ -435,13 +453,23 @@ class Aligner:
         return np.array(joined, dtype=np.int64).reshape(-1, 3)
 
     def _silence(
-        self, s: IntArray, length: IntArray, bridges: Sequence[Bridge], inserted: Sequence[tuple[int, int]]
+        self,
+        s: IntArray,
+        length: IntArray,
+        bridges: Sequence[Bridge],
+        inserted: Sequence[tuple[int, int]],
+        thinking: Sequence[tuple[int, int]] | None,
     ) -> tuple[npt.NDArray[np.int8], IntArray]:
         """(why each token never pairs, `_PAIRED` where it may; symbols that each writes: none where the teacher reads none)."""
         silent = np.full(len(s), _PAIRED, dtype=np.int8)
-        self._hide_thinking(s, silent)
+        sampled = np.ones(len(s), dtype=np.bool_)
         for start, stop in inserted:
-            silent[start:stop] = _INSERTED
+            sampled[start:stop] = False
+        if thinking is None:
+            self._hide_thinking(np.where(sampled, s, -1), silent)
+        for start, stop in thinking or ():
+            silent[start:stop] = _THINKING
+        silent[~sampled] = _INSERTED
         if self.thinking == "drop" or bridges:
             hidden = silent == _THINKING
             for bridge in bridges:

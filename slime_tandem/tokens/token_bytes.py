@@ -285,7 +285,6 @@ def _dummy_prefix(tokens: TokenBytes, encode: Callable[[str], Sequence[int]]) ->
 
 
 _MAX_DISPROVED = 0.01
-_ANOTHER_RULE = "this decoder follows another rule; use a tokenizer without it, it cannot be aligned byte by byte"
 
 
 def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> TokenBytes:
@@ -297,15 +296,14 @@ def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> 
     """
     pieces = {i: data for i, data in enumerate(tokens.table) if data is not None}
     single = {data[0]: i for i, data in pieces.items() if len(data) == 1}
-    # The rarest letter of the vocabulary that shows as itself: a text of all ids at once can be cut at it in one way only.
+    letters = [b for b, i in single.items() if b < 128 and i not in tokens.fallback]
+    if not letters:
+        return tokens
+    # The letter that is rarest in the vocabulary: a text of all ids at once can then be cut at it in one way only.
     counts = np.bincount(tokens.packed[0], minlength=256)
-    letters = sorted(
-        (b for b, i in single.items() if b < 128 and i not in tokens.fallback), key=lambda b: (counts[b], b)
-    )
-    letter = next((b for b in letters if decode([single[b]] * 2) == chr(b) * 2), None)
-    if letter is None:
-        shown = [(single[b], decode([single[b]])) for b in letters[:3]]
-        raise ModelError("tokenizer", name, f"one letter that its decoder writes as it is, not {shown}", _ANOTHER_RULE)
+    ranked = sorted(letters, key=lambda b: (counts[b], b))
+    # Not one that the decoder itself writes as something else.
+    letter = next((b for b in ranked if decode([single[b]] * 2) == chr(b) * 2), ranked[0])
     between, mark = single[letter], bytes([letter])
     together = [i for i, data in pieces.items() if mark not in data and _is_text(data)]
     row = [between] * (2 * len(together) + 1)
@@ -324,7 +322,7 @@ def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> 
             "tokenizer",
             name,
             f"ids that its decoder writes as their pieces say; {len(wrong)} of {len(pieces)} are not, such as {some}",
-            _ANOTHER_RULE,
+            "this decoder follows another rule; use a tokenizer without it, it cannot be aligned byte by byte",
         )
     if not wrong:
         return tokens
@@ -338,10 +336,10 @@ _RIGHT = tuple(first + b"\x80" * n for first in (b"", b"\x80", b"\xa0", b"\x90")
 
 
 def _completed(data: bytes, known: Mapping[int, int]) -> tuple[bytes, bytes]:
-    """Bytes that make text of `data` when they stand before and behind it; none where nothing does.
+    r"""Bytes that make text of `data` when they stand before and behind it; none where nothing does.
 
-    >>> _completed("\u4f60".encode()[1:], dict.fromkeys(range(256), 0)), _completed(b"\\xff", {})
-    ((b'\\xe4', b''), (b'', b''))
+    >>> _completed("\u4f60".encode()[1:], dict.fromkeys(range(256), 0)), _completed(b"\xff", {})
+    ((b'\xe4', b''), (b'', b''))
     """
     pairs = ((left, right) for left in _LEFT for right in _RIGHT if known.keys() >= set(left + right))
     return next(((left, right) for left, right in pairs if _is_text(left + data + right)), (b"", b""))

@@ -115,8 +115,6 @@ def test_a_decoder_of_another_rule_is_refused() -> None:
         ModelError, match=r"ids that its decoder writes as their pieces say; \d+ of 256 are not, such as \[\(97"
     ):
         prove(tokens, lambda ids: bytes(ids).decode("utf-8", "replace").upper(), "t")
-    with pytest.raises(ModelError, match=r"one letter that its decoder writes as it is, not \[\(0, '\?'\)"):
-        prove(tokens, lambda ids: "?" * len(ids), "t")
 
 
 def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
@@ -127,7 +125,7 @@ def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
     def holding(letter: str) -> set[int]:
         return {i for i, p in enumerate(plain.table) if p and letter.encode() in p and i not in plain.fallback}
 
-    letter = next(c for c in "vzjxqbwg" if 0 < len(holding(c)) < 4)
+    letter = next(c for c in "vzjqbwg" if 0 < len(holding(c)) < 4)
     steps = [decoders.Replace("\u2581", " "), decoders.Replace(letter, "k"), decoders.ByteFallback(), decoders.Fuse()]
     hf.backend_tokenizer.decoder = decoders.Sequence(steps)
     tokens = prove(plain, lambda ids: str(hf.backend_tokenizer.decode(ids)), "t")
