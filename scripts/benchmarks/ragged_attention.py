@@ -39,7 +39,7 @@ def planned(sequences: int, steps: int, bounds: Bounds) -> list[list[int]]:
     for _ in range(200 + steps):
         length = length + 1
         reads, read = plan(writes, solo > 0, length, read, bounds)
-        counts.append(reads.count.tolist())
+        counts.append(reads.tokens.tolist())
         run += 1
         ends = (draw() < RUN_ENDS) | (run >= CAP)
         writes, run = torch.where(ends, draw() < 0.5, writes), torch.where(ends, 0, run)

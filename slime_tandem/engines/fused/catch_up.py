@@ -32,11 +32,11 @@ class Bounds(NamedTuple):
 class Reads(NamedTuple):
     """One model's part of a step over B sequences in R rows, int64.
 
-    `count` [B]: how many of the sequence's last tokens the model computes; 0: it does not read it. `end` [B]: the rows up to
+    `tokens` [B]: how many of the sequence's last tokens the model computes; 0: it does not read it. `end` [B]: the rows up to
     and with the sequence's last one. `sequence` [R]: whose row it is; B for a row of nobody.
     """
 
-    count: torch.Tensor
+    tokens: torch.Tensor
     end: torch.Tensor
     sequence: torch.Tensor
 
@@ -53,7 +53,7 @@ def plan(
 
     >>> n = lambda *v: torch.tensor(v)
     >>> reads, read = plan(n(1, 0, 0) > 0, n(0, 0, 0) > 0, n(9, 9, 9), n(7, 8, 7), Bounds(2, 8))
-    >>> reads.count.tolist(), reads.end.tolist(), reads.sequence.tolist(), read.tolist()
+    >>> reads.tokens.tolist(), reads.end.tolist(), reads.sequence.tolist(), read.tolist()
     ([2, 0, 2], [2, 2, 4], [0, 0, 2, 2, 3], [9, 8, 9])
     """
     pending = (length - read).clamp(min=1)

@@ -62,7 +62,7 @@ def most_parts(sequences: int, kv_heads: int, tuning: Tuning = TUNING) -> int:
     (8, 32, 4)
     """
     wanted = triton.cdiv(2 * tuning.programs, sequences * kv_heads)
-    return min(32, max(4, triton.next_power_of_2(wanted)))
+    return int(min(32, max(4, triton.next_power_of_2(wanted))))
 
 
 def parts_wanted(count: torch.Tensor, kv_heads: int, tuning: Tuning = TUNING) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""How SGLang's layers attend in a catch-up step: `ragged_attention` on a GPU, SGLang's own attention, row by row, on a CPU.
+
+SGLang's attention of a decode step takes one row a sequence. A layer asks the backend of the current forward context, so
+another one can answer for as long as a model's stack runs (model_executor/forward_context.py: "callers that need a per-call
+override"). What was known before the step stays as it was: the pools, and where tokens lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+from slime_tandem.engines.fused.catch_up import Bounds, Reads
+
+
+class RowAttention:
+    """The attention of one engine's catch-up steps, and where the tokens of a step's sequences lie."""
+
+    def __init__(self, bounds: Bounds, heads: int) -> None:
+        """`heads`: query heads of whichever model has more, on this rank."""
+        self._bounds, self._heads = bounds, heads
+        self._workspace: Any = None
+
+    def location(self, batch: Any, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """[R] int64: the KV location of the token at `position` [R] of the batch's `sequence` [R]."""
+        backend = get_forward_context().attn_backend
+        if position.is_cuda:
+            # What was copied before a graph is replayed: the scheduler goes on writing into the request slots meanwhile.
+            known = backend.forward_metadata
+            return known.kv_indices[known.kv_indptr[sequence] + position]  # type: ignore[no-any-return]
+        slots = backend.req_to_token_pool.req_to_token
+        return slots[batch.req_pool_indices[sequence], position].long()  # type: ignore[no-any-return]
+
+    def over(self, reads: Reads) -> contextlib.AbstractContextManager[None]:
+        """Within it, layers attend for the rows of `reads`."""
+        if not reads.tokens.is_cuda:
+            return contextlib.nullcontext()
+        context = get_forward_context()
+        backend = _Ragged(context.attn_backend, reads, self._bounds.longest, self._workspace_for)
+        return forward_context(dataclasses.replace(context, attn_backend=backend))  # type: ignore[no-any-return]
+
+    def _workspace_for(self, rows: int, parts: int, size: int, device: torch.device) -> Any:
+        """One for all layers, both models and every graph: SGLang captures the largest batch first."""
+        from slime_tandem.engines.fused.ragged_attention import Workspace
+
+        if self._workspace is None or rows > len(self._workspace.sums) or parts > self._workspace.sums.shape[2]:
+            largest = 0 if self._workspace is None else len(self._workspace.sums)
+            self._workspace = Workspace(max(rows, largest), self._heads, size, parts, device)
+        return self._workspace
+
+
+class _Ragged(AttentionBackend):  # type: ignore[misc]
+    """One model's attention in one step, on a GPU."""
+
+    def __init__(self, base: Any, reads: Reads, longest: int, workspace: Callable[..., Any]) -> None:
+        super().__init__()
+        self.token_to_kv_pool, self.req_to_token_pool = base.token_to_kv_pool, base.req_to_token_pool
+        self._known, self._reads, self._longest, self._workspace = base.forward_metadata, reads, longest, workspace
+        self._parts: torch.Tensor | None = None
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Any:
+        """A layer's attention [R, heads x size] of the rows' queries; their keys and values are stored first."""
+        from slime_tandem.engines.fused import ragged_attention as ragged
+
+        assert not kwargs, "models that need more of their attention are refused"
+        assert save_kv_cache, "no layer shares another's keys and values"
+        pool, heads, size = self.token_to_kv_pool, layer.tp_q_head_num, layer.qk_head_dim
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        rows, kv_heads = q.shape[0], keys.shape[1]
+        if self._parts is None:
+            self._parts = ragged.parts_wanted(self._reads.tokens, kv_heads)
+        most = ragged.most_parts(len(self._reads.tokens), kv_heads)
+        out = ragged.attend(
+            q.reshape(rows, heads, size), keys, values, ragged.Snapshot(self._known.kv_indptr, self._known.kv_indices),
+            self._reads.tokens, self._reads.end, self._reads.sequence, self._parts, self._longest, layer.scaling,
+            self._workspace(rows, most, size, q.device),
+        )  # fmt: skip
+        return out.view(rows, heads * size)
