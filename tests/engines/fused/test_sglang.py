@@ -44,11 +44,12 @@ def make_rule(strategy: str, tables: dict[str, frozenset[int]], prob: float = 0.
 def make_writer(
     rule: HandoffRule, tokens: TokenBytes, prompt: Sequence[int], i: int, cap: int = 40, **kwargs: Any
 ) -> TandemWriter:
-    more = {k: kwargs.pop(k) for k in ("tokens_per_request",) if k in kwargs}
+    more = {"score_junior": kwargs.get("temperature", 1.0) == 1.0}
+    more |= {k: kwargs.pop(k) for k in ("tokens_per_request", "score_junior") if k in kwargs}
     sampling = SamplingConfig(max_new_tokens=cap, **kwargs)
     # No end of turn but the length: the longer the response, the more there is to compare.
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
-    options = WriterOptions(rule, sampling, endless, score_junior=sampling.temperature == 1.0, fused=True, **more)
+    options = WriterOptions(rule, sampling, endless, fused=True, **more)
     return TandemWriter(SampleKey(3, 1, i), 0, PROMPT, prompt, options)
 
 
@@ -294,7 +295,8 @@ def test_weight_updates_by_name(
         (junior2 / name).write_bytes((folder("senior") / name).read_bytes())
     writers = [make_writer(rule, tokens, p, i, cap=60) for i, p in enumerate(prompts(4, 20, 10))]
     again = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
-    last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
+    # Without a second request, which could come in between waiting until the server is idle and the update.
+    last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60, score_junior=False) for w in writers]
 
     async def updates(client: EngineClient) -> Any:
         await client.update_weights_from_disk(str(folder("senior2")), "v2")
