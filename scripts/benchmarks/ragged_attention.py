@@ -57,9 +57,9 @@ class Layer:
         self.bounds = Bounds()
         rows = self.bounds.rows(sequences)
         self.q = torch.randn(rows, heads, SIZE, device="cuda", dtype=torch.bfloat16)
-        self.workspace = kernels.Workspace(rows, heads, SIZE, 32, self.q.device)
+        self.workspace = kernels.Workspace(rows * heads * 32, SIZE, self.q.device)
 
-    def time(self, counts: list[int], tuning: kernels.Tuning, repeats: int = 20) -> float:
+    def time(self, counts: list[int], tuning: kernels.Tuning, repeats: int = 10) -> float:
         count = torch.tensor(counts, device="cuda")
         end = count.cumsum(0)
         sequence = torch.searchsorted(end, torch.arange(len(self.q), device="cuda"), right=True)

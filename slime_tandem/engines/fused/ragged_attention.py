@@ -45,14 +45,19 @@ class Snapshot(NamedTuple):
 
 
 class Workspace:
-    """Partial results of up to `rows` rows, for every layer and model in turn: float32 [rows, heads, parts, size].
+    """Partial results of rows x heads x parts of up to `most` in all, for every layer and model in turn, in float32.
 
     One step's launches use it one after the other; captured graphs keep its address.
     """
 
-    def __init__(self, rows: int, heads: int, size: int, parts: int, device: torch.device) -> None:
-        self.sums = torch.empty((rows, heads, parts, size), dtype=torch.float32, device=device)
-        self.weights = torch.empty((rows, heads, parts), dtype=torch.float32, device=device)
+    def __init__(self, most: int, size: int, device: torch.device) -> None:
+        self._sums = torch.empty((most, size), dtype=torch.float32, device=device)
+        self._weights = torch.empty(most, dtype=torch.float32, device=device)
+
+    def of(self, rows: int, heads: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums [rows, heads, parts, size], and the logs of their weights [rows, heads, parts]."""
+        n, shape = rows * heads * parts, (rows, heads, parts)
+        return self._sums[:n].view(*shape, -1), self._weights[:n].view(shape)
 
 
 def most_parts(sequences: int, kv_heads: int, tuning: Tuning = TUNING) -> int:
@@ -93,8 +98,8 @@ def attend(
     rows, heads, size = q.shape
     sequences, kv_heads = len(count), k.shape[1]
     most = most_parts(sequences, kv_heads, tuning)
-    sums, weights = workspace.sums[:rows, :heads, :most], workspace.weights[:rows, :heads, :most]
-    out = torch.empty_like(q)
+    sums, weights = workspace.of(rows, heads, most)
+    out = q.new_empty(q.shape)
     group = heads // kv_heads
     _read[(sequences, kv_heads, most)](
         q, k, v, snapshot.starts, snapshot.locations, count, end, parts, sums, weights, scale,

@@ -26,7 +26,8 @@ class RowAttention:
     def __init__(self, bounds: Bounds, heads: int) -> None:
         """`heads`: query heads of whichever model has more, on this rank."""
         self._bounds, self._heads = bounds, heads
-        self._workspace: Any = None
+        self._workspaces: list[Any] = []
+        self._most = 0  # sequences that the last one has room for
 
     def location(self, batch: Any, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """[R] int64: the KV location of the token at `position` [R] of the batch's `sequence` [R]."""
@@ -46,14 +47,15 @@ class RowAttention:
         backend = _Ragged(context.attn_backend, reads, self._bounds.longest, self._workspace_for)
         return forward_context(dataclasses.replace(context, attn_backend=backend))  # type: ignore[no-any-return]
 
-    def _workspace_for(self, rows: int, parts: int, size: int, device: torch.device) -> Any:
+    def _workspace_for(self, sequences: int, kv_heads: int, size: int, device: torch.device) -> Any:
         """One for all layers, both models and every graph: SGLang captures the largest batch first."""
-        from slime_tandem.engines.fused.ragged_attention import Workspace
+        from slime_tandem.engines.fused import ragged_attention as ragged
 
-        if self._workspace is None or rows > len(self._workspace.sums) or parts > self._workspace.sums.shape[2]:
-            largest = 0 if self._workspace is None else len(self._workspace.sums)
-            self._workspace = Workspace(max(rows, largest), self._heads, size, parts, device)
-        return self._workspace
+        if sequences > self._most:
+            most = max(self._bounds.rows(n) * ragged.most_parts(n, kv_heads) for n in range(1, sequences + 1))
+            self._workspaces.append(ragged.Workspace(most * self._heads, size, device))  # graphs hold on to earlier ones
+            self._most = sequences
+        return self._workspaces[-1]
 
 
 class _Ragged(AttentionBackend):  # type: ignore[misc]
@@ -79,10 +81,9 @@ class _Ragged(AttentionBackend):  # type: ignore[misc]
         rows, kv_heads = q.shape[0], keys.shape[1]
         if self._parts is None:
             self._parts = ragged.parts_wanted(self._reads.tokens, kv_heads)
-        most = ragged.most_parts(len(self._reads.tokens), kv_heads)
         out = ragged.attend(
             q.reshape(rows, heads, size), keys, values, ragged.Snapshot(self._known.kv_indptr, self._known.kv_indices),
             self._reads.tokens, self._reads.end, self._reads.sequence, self._parts, self._longest, layer.scaling,
-            self._workspace(rows, most, size, q.device),
+            self._workspace(len(self._reads.tokens), kv_heads, size, q.device),
         )  # fmt: skip
         return out.view(rows, heads * size)

@@ -34,9 +34,9 @@ def check(
     sequence = torch.searchsorted(end, torch.arange(rows, device=DEVICE), right=True)
     q = torch.randn(rows, heads, size, generator=random).to(DEVICE, dtype)
     most = kernels.most_parts(len(lengths), kv_heads)
-    workspace = kernels.Workspace(rows, heads + 1, size, most, DEVICE)  # another model has more heads
-    workspace.sums.fill_(torch.nan)
-    workspace.weights.fill_(torch.nan)
+    workspace = kernels.Workspace(rows * (heads + 1) * most, size, DEVICE)  # another model has more heads
+    for left in workspace.of(rows, heads, most):
+        left.fill_(torch.nan)
     wanted = kernels.parts_wanted(count, kv_heads) if parts is None else torch.tensor(parts, device=DEVICE)
     scale = 1 / math.sqrt(size)
     out = kernels.attend(
@@ -64,10 +64,13 @@ check(4, 2, [129, 5], [2, 5], parts=32)  # more parts than a sequence has
 check(4, 2, [6], [0])
 check(4, 2, [3, 200], [1, 1], size=32)
 if not INTERPRETED:
-    for dtype in (torch.float32, torch.bfloat16):
-        for heads, kv_heads in ((8, 8), (16, 8), (32, 8), (64, 8), (28, 4), (6, 2)):
-            lengths = [40000, 1, 8, 127, 128, 129, 2048, 6300, 517]
-            check(heads, kv_heads, lengths, [8, 1, 8, 0, 4, 5, 1, 3, 0], size=128, dtype=dtype)
-            check(heads, kv_heads, lengths, [1] * 9, size=64, dtype=dtype)
-            check(heads, kv_heads, lengths * 20, [0, 1, 0, 0, 0, 2, 1, 0, 8] * 20, size=128, dtype=dtype)
+    for heads, kv_heads, size, dtype in (
+        *((h, 8, 128, torch.bfloat16) for h in (8, 16, 32, 64)),
+        (28, 4, 64, torch.bfloat16),
+        (32, 8, 128, torch.float32),
+    ):
+        lengths = [40000, 1, 8, 127, 128, 129, 2048, 6300, 517]
+        check(heads, kv_heads, lengths, [8, 1, 8, 0, 4, 5, 1, 3, 0], size=size, dtype=dtype)
+        check(heads, kv_heads, lengths, [1] * 9, size=size, dtype=dtype)
+        check(heads, kv_heads, lengths * 20, [0, 1, 0, 0, 0, 2, 1, 0, 8] * 20, size=size, dtype=dtype)
 print("all cases hold")
