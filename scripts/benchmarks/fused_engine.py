@@ -6,12 +6,12 @@ Dummy weights with the dimensions of published models, random prompts, responses
 
 SGLang must be importable by this very Python (or by `--sglang-python`). Prints one JSON line per row and a table at the
 end. The yardstick is (T_senior + T_junior) / T_senior: what two models cost that share nothing and waste nothing.
-`--cells 1024@64 8192@16x3 512@48:6000` measures these combinations only (tokens @ concurrency x rounds : tokens of the
-prompts); of cells with a prompt of their own the prefill is timed alone, too, and its time taken off (`decode_tokens_per_s`).
-`--attention every_step catch_up` measures the fused engine in both modes of `engine.fused_attention`. `--profile 64` also
-lets SGLang's profiler record ten decode steps of each engine at that concurrency. `--two-servers 128` keeps senior and
-junior up side by side on the card and has them write in tandem, for the cells with that many tokens at most. `--repeats`
-runs every cell several times; the median counts.
+`--cells 1024@64 8192@16x3 512@48:6000/3` measures these combinations only (tokens @ concurrency x rounds : tokens of the
+prompts / repeats); of cells with a prompt of their own the prefill is timed alone, too, and its time taken off
+(`decode_tokens_per_s`). `--attention every_step catch_up` measures the fused engine in both modes of
+`engine.fused_attention`. `--profile 64` also lets SGLang's profiler record ten decode steps of each engine at that
+concurrency. `--two-servers 128` keeps senior and junior up side by side on the card and has them write in tandem, for the
+cells with that many tokens at most. `--repeats` runs every cell several times; the median counts.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ async def two_servers(
         EngineClient(urls[1], role="junior", timeout_s=1800, max_connections=0) as junior,
     ):
         clients = {SENIOR: senior, JUNIOR: junior}
-        warm = (16, 16, 16, args.prompt)
-        for length, at_once, count, prompt in [warm, *(c for c in args.cells if c[0] <= args.two_servers)]:
+        warm = (16, 16, 16, args.prompt, 1)
+        for length, at_once, count, prompt, _ in [warm, *(c for c in args.cells if c[0] <= args.two_servers)]:
             rng = random.Random(at_once)
             took, written = 0.0, 0
             variant = VARIANTS["lockstep-w6" if at_once <= 128 else "lockstep"]
@@ -218,10 +218,10 @@ def measure(
 ) -> None:
     for prob in [None] if rule is None else args.prob:
         now = None if rule is None else HandoffRule.of("word", prob, CAP, 16, rule.boundary)
-        for length, concurrency, count, prompt in args.cells:
+        for length, concurrency, count, prompt, repeats in args.cells:
             asyncio.run(drive(url, requests(min(count, 32), now, 16, args.prompt), concurrency))  # warm
             jobs = requests(count, now, length, prompt)
-            runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(args.repeats)]
+            runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(repeats)]
             seconds = statistics.median(s for s, _ in runs)
             results = next(r for s, r in runs if s == statistics.median_low(s for s, _ in runs))
             if short := [len(r.output_ids) for _, found in runs for r in found if len(r.output_ids) != length]:
@@ -243,8 +243,7 @@ def measure(
             }
             if prompt != args.prompt:
                 one = requests(count, now, 1, prompt)
-                took = [asyncio.run(fresh_drive(url, one, concurrency))[0] for _ in range(args.repeats)]
-                row["prefill_s"] = round(statistics.median(took), 3)
+                row["prefill_s"] = round(asyncio.run(fresh_drive(url, one, concurrency))[0], 3)
                 row["decode_tokens_per_s"] = round((written - count) / (seconds - row["prefill_s"]), 1)
             if now is not None:
                 senior = sum(sum(r.authors) for r in results)
@@ -382,7 +381,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens per prompt")
     parser.add_argument("--rounds", type=int, default=2, help="requests = concurrency x rounds")
     parser.add_argument(
-        "--cells", nargs="+", help="TOKENS@CONCURRENCY[xROUNDS][:PROMPT], not --new, --concurrency, --rounds, --prompt"
+        "--cells",
+        nargs="+",
+        help="TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], not --new, --concurrency, --rounds, --prompt, --repeats",
     )
     parser.add_argument(
         "--attention", nargs="+", choices=tuple(NAMES), default=["every_step"], help="of the fused engine"
@@ -418,16 +419,20 @@ def main() -> None:
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
     if args.cells:
         found = [
-            (cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?(?::([1-9]\d*))?", cell)) for cell in args.cells
+            (cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?(?::([1-9]\d*))?(?:/([1-9]\d*))?", cell))
+            for cell in args.cells
         ]
         if no_cell := [cell for cell, match in found if match is None]:
-            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY[xROUNDS][:PROMPT], all above 0")
+            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], all above 0")
         cells = [[int(x or 0) for x in match.groups()] for _, match in found if match]
         args.cells = [
-            (new, at_once, at_once * (rounds or 1), prompt or args.prompt) for new, at_once, rounds, prompt in cells
+            (new, at_once, at_once * (rounds or 1), prompt or args.prompt, repeats or args.repeats)
+            for new, at_once, rounds, prompt, repeats in cells
         ]
     else:
-        args.cells = [(new, n, n * args.rounds, args.prompt) for new in args.new for n in args.concurrency]
+        args.cells = [
+            (new, n, n * args.rounds, args.prompt, args.repeats) for new in args.new for n in args.concurrency
+        ]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule.of("word", 0.5, CAP, 16, table())
     # Now, not after the fused engines: a folder that will not do costs no run.

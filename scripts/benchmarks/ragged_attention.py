@@ -5,7 +5,7 @@
 Needs torch and triton. Head layouts of Qwen3-4B (32 query heads) and 0.6B (16), both with 8 KV heads of 128, bfloat16. `all`:
 every sequence is read for one row, as in every step of an engine that does not catch up; `planned`: what `catch_up.plan` lets
 one model read where two write words in turns (the mean of some of its steps). With `--tune` blocks, warps, stages and the
-number of programs are searched; else the defaults are timed. Correctness: tests/engines/fused/ragged_cases.py.
+number of programs are searched; else the defaults are timed. Correctness: tests/engines/fused/kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiprocessing import get_context
 import torch
 
 from slime_tandem.engines.fused import ragged_attention as kernels
-from slime_tandem.engines.fused.catch_up import Bounds, plan
+from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, lay_out, plan
 
 KV_HEADS, SIZE, BANDWIDTH = 8, 128, 4.3e12
 SEARCHED = tuple(itertools.product((32, 64, 128), (2, 4), (2, 3, 4)))
@@ -38,8 +38,9 @@ def planned(sequences: int, steps: int, bounds: Bounds) -> list[list[int]]:
     counts = []
     for _ in range(200 + steps):
         length = length + 1
-        reads, read = plan(writes, solo > 0, length, read, bounds)
-        counts.append(reads.tokens.tolist())
+        taken = plan(writes, solo > 0, length, read, bounds)
+        read = torch.where(taken > 0, length, read)
+        counts.append(taken.tolist())
         run += 1
         ends = (draw() < RUN_ENDS) | (run >= CAP)
         writes, run = torch.where(ends, draw() < 0.5, writes), torch.where(ends, 0, run)
@@ -53,22 +54,20 @@ class Layer:
         total = sequences * context
         self.k, self.v = (torch.randn(total, KV_HEADS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         starts = torch.arange(0, total + 1, context, device="cuda", dtype=torch.int32)
-        self.snapshot = kernels.Snapshot(starts, torch.randperm(total, device="cuda"))
+        self.snapshot = Snapshot(starts, torch.randperm(total, device="cuda"))
         self.bounds = Bounds()
         rows = self.bounds.rows(sequences)
         self.q = torch.randn(rows, heads, SIZE, device="cuda", dtype=torch.bfloat16)
         self.workspace = kernels.Workspace(rows * heads * 32, SIZE, self.q.device)
 
     def time(self, counts: list[int], tuning: kernels.Tuning, repeats: int = 10) -> float:
-        count = torch.tensor(counts, device="cuda")
-        end = count.cumsum(0)
-        sequence = torch.searchsorted(end, torch.arange(len(self.q), device="cuda"), right=True)
-        parts = kernels.parts_wanted(count, KV_HEADS, tuning)
+        taken = torch.tensor(counts, device="cuda")
+        length = self.snapshot.starts.diff().long()
+        step = lay_out(taken, length, self.snapshot, torch.zeros(len(self.k), device="cuda"), self.bounds)
 
         def launch() -> None:
             kernels.attend(
-                self.q, self.k, self.v, self.snapshot, count, end, sequence, parts, self.bounds.longest, SIZE**-0.5,
-                self.workspace, tuning,
+                self.q, self.k, self.v, self.snapshot, step, self.bounds.longest, SIZE**-0.5, self.workspace, tuning
             )  # fmt: skip
 
         launch()

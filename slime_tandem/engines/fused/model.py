@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get
 from sglang.srt.runtime_context import get_server_args
 
 from slime_tandem.engines.fused import internals, pair, prefill_graph, report, unread
-from slime_tandem.engines.fused.catch_up import Bounds, Reads
+from slime_tandem.engines.fused.catch_up import Bounds, Step
 from slime_tandem.engines.fused.row_attention import RowAttention
 from slime_tandem.engines.fused.state import Authors
 from slime_tandem.errors import ConfigError, ModelError
@@ -132,45 +132,41 @@ class TandemModel:
         me: Any = self
         junior = self.tandem_junior
         codes = self._author_codes(input_ids, positions, batch)
-        reads, ids, hidden = self._read(SENIOR, me.model.alone, bounds, codes, batch)
-        junior_reads, _, junior_hidden = self._read(JUNIOR, junior.model, bounds, codes, batch)
+        step, hidden = self._read(SENIOR, me.model.alone, bounds, codes, batch)
+        junior_step, junior_hidden = self._read(JUNIOR, junior.model, bounds, codes, batch)
         # The senior's logits of all rows: its log-probs of what it caught up on are in those that are no sequence's last.
-        output = me.logits_processor(ids, hidden, me.lm_head, _without_buffer(batch))
+        output = me.logits_processor(step.ids, hidden, me.lm_head, _without_buffer(batch))
         rows, shared = output.next_token_logits, batch.next_token_logits_buffer
         if rows is None:  # a dry run of SGLang's
             return output
         codes, kept = self._outputs(codes, rows, batch)
         fits = shared is not None and shared.shape == (len(codes), rows.shape[1])
-        logits = torch.index_select(rows, 0, _last(reads), out=shared if fits else None)
+        logits = torch.index_select(rows, 0, _last(step), out=shared if fits else None)
         junior_output = junior.logits_processor(
-            input_ids, junior_hidden[_last(junior_reads)], junior.lm_head, _without_buffer(batch)
+            input_ids, junior_hidden[_last(junior_step)], junior.lm_head, _without_buffer(batch)
         )
         # The rows of a model that did not read are another sequence's, and its logits are not taken: whoever writes, reads.
         torch.where((codes != 0).unsqueeze(1), logits, junior_output.next_token_logits, out=logits)
         output.next_token_logits = logits
-        report.hand_on(output, codes, kept, report.CatchUp(reads, torch.roll(ids, -1)))
+        report.hand_on(output, codes, kept, report.CatchUp(step, torch.roll(step.ids, -1)))
         return output
 
     def _read(
         self, model: int, stack: Any, bounds: Bounds, codes: torch.Tensor, batch: Any
-    ) -> tuple[Reads, torch.Tensor, torch.Tensor]:
-        """(what `model` reads, the ids [R] of its rows, their hidden states [R, H])."""
+    ) -> tuple[Step, torch.Tensor]:
+        """(the part of `model`, the hidden states [R, H] of its rows)."""
         assert self._authors is not None
-        length = batch.seq_lens.long()
-        reads = self._authors.reads(model, codes, batch.req_pool_indices, length, bounds)
-        live = reads.sequence < len(length)
-        sequence = reads.sequence.clamp(max=len(length) - 1)
-        row = torch.arange(len(sequence), device=sequence.device)
-        position = torch.where(live, length[sequence] - reads.end[sequence] + row, 0)
-        location = torch.where(live, self._attention.location(batch, sequence, position), 0)
-        ids = self._authors.tokens(location).long()
+        snapshot = self._attention.snapshot(batch)
+        step = self._authors.step(model, codes, batch.req_pool_indices, batch.seq_lens, snapshot, bounds)
         view = copy.copy(batch)  # SGLang's own goes on in the graph that was captured with it
-        view.batch_size, view.input_ids, view.positions, view.out_cache_loc = len(row), ids, position, location
-        # To attention that takes one row a sequence, each row is a sequence of its own, which ends there.
-        view.req_pool_indices = torch.where(live, batch.req_pool_indices[sequence], 0)
-        view.seq_lens = (position + 1).to(batch.seq_lens.dtype)
-        with self._attention.over(reads):
-            return reads, ids, stack(ids, position, view)
+        view.batch_size, view.input_ids = len(step.ids), step.ids
+        view.positions, view.out_cache_loc = step.position, step.location
+        if not step.ids.is_cuda:
+            # SGLang's attention takes one row a sequence: each row is one of its own, which ends there.
+            slots = torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(1)])
+            view.req_pool_indices, view.seq_lens = slots[step.sequence], (step.position + 1).to(batch.seq_lens.dtype)
+        with self._attention.over(step, snapshot):
+            return step, stack(step.ids, step.position, view)
 
     def _author_codes(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         if self._authors is None:
@@ -257,9 +253,9 @@ def _without_buffer(batch: Any) -> Any:
     return metadata
 
 
-def _last(reads: Reads) -> torch.Tensor:
+def _last(step: Step) -> torch.Tensor:
     """[B]: each sequence's last row; of one that is not read, any."""
-    return (reads.end - 1).clamp(min=0)
+    return (step.end - 1).clamp(min=0)
 
 
 def _own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -1,6 +1,6 @@
 """Decode attention over the sequences that a model reads, for several of each one's last tokens at once: two Triton kernels.
 
-SGLang's own decode kernel takes one query a sequence and reads every sequence. Here sequence b has `count[b]` query rows, none
+SGLang's own decode kernel takes one query a sequence and reads every sequence. Here sequence b has `taken[b]` query rows, none
 of them being the usual case, and costs nothing then; its keys and values are read once per KV head for all its rows. They
 lie in the pool already, those of the rows themselves among them, so one rule covers what came before and what is caught up
 on: a row sees the positions up to its own. It knows no model and no SGLang.
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from slime_tandem.engines.fused.catch_up import Snapshot, Step
 
 _LEAST_PART = 128
 """Tokens below which a sequence is not split further."""
@@ -35,13 +37,6 @@ class Tuning(NamedTuple):
 
 
 TUNING = Tuning()
-
-
-class Snapshot(NamedTuple):
-    """Where tokens lie, as SGLang hands it to a step: of sequence b at `locations[starts[b]] ...` up to `starts[b + 1]`."""
-
-    starts: torch.Tensor
-    locations: torch.Tensor
 
 
 class Workspace:
@@ -70,21 +65,12 @@ def most_parts(sequences: int, kv_heads: int, tuning: Tuning = TUNING) -> int:
     return int(min(32, max(4, triton.next_power_of_2(wanted))))
 
 
-def parts_wanted(count: torch.Tensor, kv_heads: int, tuning: Tuning = TUNING) -> torch.Tensor:
-    """Device scalar (int32): parts per sequence, so that the sequences that are read fill the card. `count` [B]."""
-    readers = (count > 0).sum().clamp(min=1) * kv_heads
-    return ((tuning.programs + readers - 1) // readers).to(torch.int32)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     snapshot: Snapshot,
-    count: torch.Tensor,
-    end: torch.Tensor,
-    sequence: torch.Tensor,
-    parts: torch.Tensor,
+    step: Step,
     longest: int,
     scale: float,
     workspace: Workspace,
@@ -92,33 +78,35 @@ def attend(
 ) -> torch.Tensor:
     """[R, H, D]: the attention of query rows `q` [R, H, D] over the pool's `k` and `v` [locations, KV heads, D].
 
-    `count`, `end` [B] and `sequence` [R] as in `catch_up.Reads`, `count` at most `longest`: sequence b's last `count[b]`
-    tokens are rows `end[b] - count[b] .. end[b] - 1`. `parts`: of `parts_wanted`. Rows of nobody come back as zeros.
+    Of sequence b the last `step.taken[b]` tokens, at most `longest`, are rows `step.end[b] - step.taken[b] ..
+    step.end[b] - 1`. Rows of nobody come back as zeros.
     """
     rows, heads, size = q.shape
-    sequences, kv_heads = len(count), k.shape[1]
+    sequences, kv_heads = len(step.taken), k.shape[1]
     most = most_parts(sequences, kv_heads, tuning)
     sums, weights = workspace.of(rows, heads, most)
     out = q.new_empty(q.shape)
     group = heads // kv_heads
     _read[(sequences, kv_heads, most)](
-        q, k, v, snapshot.starts, snapshot.locations, count, end, parts, sums, weights, scale,
+        q, k, v, snapshot.starts, snapshot.locations, step.taken, step.end, step.readers, sums, weights, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), sums.stride(0), sums.stride(1),
         sums.stride(2), weights.stride(0), weights.stride(1),
         GROUP=group, TILE=max(_TILE, triton.next_power_of_2(group)), WIDE=max(_TILE, triton.next_power_of_2(group * longest)),
-        BLOCK=tuning.block, SIZE=size, LEAST=_LEAST_PART, num_warps=tuning.warps, num_stages=tuning.stages,
+        BLOCK=tuning.block, SIZE=size, PROGRAMS=tuning.programs, LEAST=_LEAST_PART, num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )  # fmt: skip
     _merge[(rows, heads)](
-        sums, weights, out, snapshot.starts, sequence, parts, sequences,
+        sums, weights, out, snapshot.starts, step.sequence, step.readers, sequences, kv_heads,
         sums.stride(0), sums.stride(1), sums.stride(2), weights.stride(0), weights.stride(1), out.stride(0), out.stride(1),
-        SIZE=size, MOST=most, BLOCK=tuning.block, LEAST=_LEAST_PART, num_warps=1,
+        SIZE=size, MOST=most, BLOCK=tuning.block, PROGRAMS=tuning.programs, LEAST=_LEAST_PART, num_warps=1,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _part(length, parts, most, BLOCK: tl.constexpr, LEAST: tl.constexpr):
-    """Tokens of one part of a sequence."""
+def _part(length, readers, kv_heads, most, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr):
+    """Tokens of one part of a sequence, so that the parts of the sequences that are read fill the card."""
+    parts = tl.cdiv(PROGRAMS, readers.to(tl.int32) * kv_heads)
     each = tl.cdiv(length, tl.minimum(parts, most))
     return tl.maximum(tl.cdiv(each, BLOCK) * BLOCK, LEAST)
 
@@ -161,19 +149,21 @@ def _rows_over_part(
     tl.store(WEIGHTS + row * sw + h * swh + part, tl.where(some, top + tl.log2(safe), -1e30), mask=live)
 
 
-@triton.jit
+# The same code for every batch size: each would be compiled while its graph is captured.
+@triton.jit(do_not_specialize=["sw", "swh"])
 def _read(
-    Q, K, V, STARTS, LOCATIONS, COUNT, END, PARTS, SUMS, WEIGHTS, scale,
+    Q, K, V, STARTS, LOCATIONS, TAKEN, END, READERS, SUMS, WEIGHTS, scale,
     sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh,
-    GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, LEAST: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(COUNT + b).to(tl.int32)
+    count = tl.load(TAKEN + b).to(tl.int32)
     if count == 0:
         return
     begin = tl.load(STARTS + b).to(tl.int64)
     length = (tl.load(STARTS + b + 1) - begin).to(tl.int32)
-    each = _part(length, tl.load(PARTS), tl.num_programs(2), BLOCK, LEAST)
+    each = _part(length, tl.load(READERS), tl.num_programs(1), tl.num_programs(2), BLOCK, PROGRAMS, LEAST)
     start = part * each
     if start >= length:
         return
@@ -192,10 +182,10 @@ def _read(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "sw", "swh"])
 def _merge(
-    SUMS, WEIGHTS, OUT, STARTS, SEQUENCE, PARTS, sequences, ss, ssh, ssp, sw, swh, so, soh,
-    SIZE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    SUMS, WEIGHTS, OUT, STARTS, SEQUENCE, READERS, sequences, kv_heads, ss, ssh, ssp, sw, swh, so, soh,
+    SIZE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     row, h = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, SIZE)
@@ -205,7 +195,7 @@ def _merge(
         tl.store(to, tl.zeros([SIZE], OUT.dtype.element_ty))
         return
     length = (tl.load(STARTS + b + 1) - tl.load(STARTS + b)).to(tl.int32)
-    each = _part(length, tl.load(PARTS), MOST, BLOCK, LEAST)
+    each = _part(length, tl.load(READERS), kv_heads, MOST, BLOCK, PROGRAMS, LEAST)
     part = tl.arange(0, MOST)
     w = tl.load(WEIGHTS + row * sw + h * swh + part, mask=part * each < length, other=-1e30)
     share = tl.where(w > -1e29, tl.exp2(w - tl.max(w, 0)), 0.0)

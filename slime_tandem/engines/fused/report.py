@@ -16,16 +16,16 @@ from sglang.srt.layers import sampler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_tandem.engines import handoff_wire
-from slime_tandem.engines.fused.catch_up import Reads
+from slime_tandem.engines.fused.catch_up import Step
 
 _HANDED_ON = "tandem_handed_on"
 _installed = False
 
 
 class CatchUp(NamedTuple):
-    """The senior's part of a catch-up step: what it read, and the id behind each row [R] that is not its sequence's last."""
+    """The senior's part of a catch-up step, and the id behind each row [R] that is not its sequence's last."""
 
-    reads: Reads
+    step: Step
     following: torch.Tensor
 
 
@@ -61,16 +61,16 @@ class Report:
         self,
         codes: torch.Tensor,
         values: torch.Tensor | None,
-        reads: Reads | None = None,
+        step: Step | None = None,
         late: torch.Tensor | None = None,
     ) -> None:
-        """[B] codes, [B, 2] log-probs; of a catch-up step what the senior read, and the log-probs [R] of its rows' next ids."""
+        """Codes [B], log-probs [B, 2]; the senior's part of a catch-up step, its log-probs [R] of the ids behind its rows."""
         columns = [codes.double().unsqueeze(1)]
         if values is not None:
             columns.append(values)
-        if reads is not None:
-            columns.append(torch.stack([reads.tokens, reads.end], dim=1)[: len(codes)].double())
-        self._room = None if reads is None else len(reads.sequence)
+        if step is not None:
+            columns.append(torch.stack([step.taken, step.end], dim=1)[: len(codes)].double())
+        self._room = None if step is None else len(step.sequence)
         self._has_values = values is not None
         self._rows: list[Row] | None = None
         self._event = None
@@ -122,22 +122,43 @@ def _sample_and_report(
     codes, senior_logits, caught_up = handed_on
     n = ids.shape[0]
     codes, values, late = codes[:n], None, None
+    step = None if caught_up is None else caught_up.step
     if return_logprob:
         written = logits_output.next_token_logprobs.double()
-        logits = (senior_logits[:n] if caught_up is None else senior_logits).float()
+        if step is None:
+            row, logits = torch.arange(n, device=ids.device), senior_logits[:n]
+        else:
+            row, logits = (step.end[:n] - 1).clamp(min=0), senior_logits
+        temperature = None
         if not sampler.SGLANG_RETURN_ORIGINAL_LOGPROB:
-            temperature = sampling_info.temperatures
-            if caught_up is not None:
-                temperature = temperature[caught_up.reads.sequence.clamp(max=n - 1)]
-            logits.div_(temperature)  # our own copy
-        mass = logits.logsumexp(dim=-1)
-        row = torch.arange(n, device=ids.device)
+            of = row if step is None else step.sequence.clamp(max=n - 1)
+            temperature = sampling_info.temperatures.flatten()[of]
+        log_probs = _LogProbs(logits, temperature)
+        senior = log_probs.of(row, ids.long()).double()
         if caught_up is not None:
-            row = (caught_up.reads.end[:n] - 1).clamp(min=0)
-            late = (logits.gather(1, caught_up.following.unsqueeze(1)).squeeze(1) - mass).double()
-        senior = (logits[row, ids.long()] - mass[row]).double()
+            late = log_probs.of(torch.arange(len(logits), device=ids.device), caught_up.following).double()
         # A senior token's two values are one number, not two roundings of it.
         values = torch.stack([written, torch.where(codes == 0, senior, written)], dim=1)
-    reads = None if caught_up is None else caught_up.reads
-    logits_output.customized_info = {handoff_wire.REPORT: Report(codes, values, reads, late)}
+    logits_output.customized_info = {handoff_wire.REPORT: Report(codes, values, step, late)}
     return ids
+
+
+class _LogProbs:
+    """Log-probs by `logits` [R, V], each row at its `temperature` [R] (None: 1), of any of their entries."""
+
+    def __init__(self, logits: torch.Tensor, temperature: torch.Tensor | None) -> None:
+        self._logits, self._temperature = logits, temperature
+        if logits.is_cuda:
+            from slime_tandem.engines.fused import step_kernels
+
+            self._mass = step_kernels.mass(logits, temperature)
+        else:
+            scaled = logits.float() if temperature is None else logits.float() / temperature.unsqueeze(1)
+            self._mass = scaled.logsumexp(dim=1)
+
+    def of(self, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """[N] float32: of `token` [N] in `row` [N]."""
+        logit = self._logits[row, token].float()
+        if self._temperature is not None:
+            logit = logit / self._temperature[row]
+        return logit - self._mass[row]

@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
-from slime_tandem.engines.fused.catch_up import Bounds, Reads
+from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, Step
 
 
 class RowAttention:
@@ -29,22 +29,23 @@ class RowAttention:
         self._workspaces: list[Any] = []
         self._most = 0  # sequences that the last one has room for
 
-    def location(self, batch: Any, sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """[R] int64: the KV location of the token at `position` [R] of the batch's `sequence` [R]."""
+    def snapshot(self, batch: Any) -> Snapshot:
+        """Where the tokens of a decode step's sequences lie."""
         backend = get_forward_context().attn_backend
-        if position.is_cuda:
+        if batch.seq_lens.is_cuda:
             # What was copied before a graph is replayed: the scheduler goes on writing into the request slots meanwhile.
             known = backend.forward_metadata
-            return known.kv_indices[known.kv_indptr[sequence] + position]  # type: ignore[no-any-return]
-        slots = backend.req_to_token_pool.req_to_token
-        return slots[batch.req_pool_indices[sequence], position].long()  # type: ignore[no-any-return]
+            return Snapshot(known.kv_indptr, known.kv_indices)
+        slots, lengths = backend.req_to_token_pool.req_to_token, batch.seq_lens.tolist()
+        locations = [slots[slot, :n] for slot, n in zip(batch.req_pool_indices.tolist(), lengths, strict=True)]
+        return Snapshot(torch.tensor([0, *lengths]).cumsum(0), torch.cat(locations).long())
 
-    def over(self, reads: Reads) -> contextlib.AbstractContextManager[None]:
-        """Within it, layers attend for the rows of `reads`."""
-        if not reads.tokens.is_cuda:
+    def over(self, step: Step, snapshot: Snapshot) -> contextlib.AbstractContextManager[None]:
+        """Within it, layers attend for the rows of `step`."""
+        if not step.taken.is_cuda:
             return contextlib.nullcontext()
         context = get_forward_context()
-        backend = _Ragged(context.attn_backend, reads, self._bounds.longest, self._workspace_for)
+        backend = _Ragged(context.attn_backend, step, snapshot, self._bounds.longest, self._workspace_for)
         return forward_context(dataclasses.replace(context, attn_backend=backend))  # type: ignore[no-any-return]
 
     def _workspace_for(self, sequences: int, kv_heads: int, size: int, device: torch.device) -> Any:
@@ -53,7 +54,9 @@ class RowAttention:
 
         if sequences > self._most:
             most = max(self._bounds.rows(n) * ragged.most_parts(n, kv_heads) for n in range(1, sequences + 1))
-            self._workspaces.append(ragged.Workspace(most * self._heads, size, device))  # graphs hold on to earlier ones
+            self._workspaces.append(
+                ragged.Workspace(most * self._heads, size, device)
+            )  # graphs hold on to earlier ones
             self._most = sequences
         return self._workspaces[-1]
 
@@ -61,11 +64,10 @@ class RowAttention:
 class _Ragged(AttentionBackend):  # type: ignore[misc]
     """One model's attention in one step, on a GPU."""
 
-    def __init__(self, base: Any, reads: Reads, longest: int, workspace: Callable[..., Any]) -> None:
+    def __init__(self, base: Any, step: Step, snapshot: Snapshot, longest: int, workspace: Callable[..., Any]) -> None:
         super().__init__()
         self.token_to_kv_pool, self.req_to_token_pool = base.token_to_kv_pool, base.req_to_token_pool
-        self._known, self._reads, self._longest, self._workspace = base.forward_metadata, reads, longest, workspace
-        self._parts: torch.Tensor | None = None
+        self._step, self._snapshot, self._longest, self._workspace = step, snapshot, longest, workspace
 
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
@@ -79,11 +81,15 @@ class _Ragged(AttentionBackend):  # type: ignore[misc]
         pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         rows, kv_heads = q.shape[0], keys.shape[1]
-        if self._parts is None:
-            self._parts = ragged.parts_wanted(self._reads.tokens, kv_heads)
+        workspace = self._workspace(len(self._step.taken), kv_heads, size, q.device)
         out = ragged.attend(
-            q.reshape(rows, heads, size), keys, values, ragged.Snapshot(self._known.kv_indptr, self._known.kv_indices),
-            self._reads.tokens, self._reads.end, self._reads.sequence, self._parts, self._longest, layer.scaling,
-            self._workspace(len(self._reads.tokens), kv_heads, size, q.device),
-        )  # fmt: skip
+            q.reshape(rows, heads, size),
+            keys,
+            values,
+            self._snapshot,
+            self._step,
+            self._longest,
+            layer.scaling,
+            workspace,
+        )
         return out.view(rows, heads * size)

@@ -17,7 +17,7 @@ import torch
 
 from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.fused import rule_tensors
-from slime_tandem.engines.fused.catch_up import Bounds, Reads, plan
+from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, Step, lay_out, plan
 from slime_tandem.protocol import table_fingerprint
 from slime_tandem.types import JUNIOR
 
@@ -58,21 +58,30 @@ class Authors:
         self._state[slot] = torch.stack([run, start], dim=1)
         return self._codes(rule, run)
 
-    def reads(self, model: int, codes: torch.Tensor, slot: torch.Tensor, length: torch.Tensor, bounds: Bounds) -> Reads:
+    def step(
+        self,
+        model: int,
+        codes: torch.Tensor,
+        slot: torch.Tensor,
+        length: torch.Tensor,
+        snapshot: Snapshot,
+        bounds: Bounds,
+    ) -> Step:
         """What `model` (JUNIOR or SENIOR) reads in a decode step behind which `codes` [B] write; tensor operations only.
 
         `length` [B]: tokens so far, the newest one included, which `decode` has been told of.
         """
-        rule = self._rules[slot]
+        rule, read = self._rules[slot], self._read[model]
         threshold = rule[:, _THRESHOLD]
         solo = (rule[:, _ALTERNATE] == 0) & ((threshold == 0) | (threshold == 1 << 32))
         writes = codes == JUNIOR if model == JUNIOR else codes != JUNIOR
-        reads, self._read[model, slot] = plan(writes, solo, length.long(), self._read[model, slot], bounds)
-        return reads
+        if length.is_cuda:
+            from slime_tandem.engines.fused import step_kernels
 
-    def tokens(self, location: torch.Tensor) -> torch.Tensor:
-        """The ids that lie at KV locations, of requests that were prefilled or decoded here."""
-        return self._tokens[location]
+            return step_kernels.plan(writes, solo, length, slot, read, snapshot, self._tokens, bounds)
+        taken = plan(writes, solo, length.long(), read[slot], bounds)
+        read[slot] = torch.where(taken > 0, length.long(), read[slot])
+        return lay_out(taken, length.long(), snapshot, self._tokens, bounds)
 
     def extend(
         self,

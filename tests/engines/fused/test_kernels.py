@@ -1,4 +1,4 @@
-"""The kernels that read the sequences of a catch-up step, run by Triton's interpreter (and on a GPU where there is one)."""
+"""The kernels of a catch-up step, run by Triton's interpreter (and on a GPU where there is one)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("where", ["interpret", *(["gpu"] if torch.cuda.is_available() else [])])
-def test_kernels_agree_with_float64(where: str) -> None:
+def test_kernels_agree_with_plain_tensor_operations(where: str) -> None:
     python = sys.executable if importlib.util.find_spec("triton") else os.environ.get(PYTHON_ENV)
     if not python:
         pytest.skip(f"no triton here, and {PYTHON_ENV} is not set; scripts/test.sh sets it")
-    command = [python, str(Path(__file__).with_name("ragged_cases.py")), *(["interpret"] if where != "gpu" else [])]
+    command = [python, str(Path(__file__).with_name("kernel_cases.py")), *(["interpret"] if where != "gpu" else [])]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "all cases hold"), done.stderr[-3000:]
