@@ -56,11 +56,7 @@ class Workspace:
 
 
 def most_parts(sequences: int, kv_heads: int, tuning: Tuning = TUNING) -> int:
-    """Into how many parts a sequence may be split in a step over so many sequences: a power of two.
-
-    >>> most_parts(48, 8), most_parts(1, 8), most_parts(512, 8)
-    (8, 32, 4)
-    """
+    """Into how many parts a sequence may be split in a step over so many sequences: a power of two from 4 to 32."""
     wanted = triton.cdiv(2 * tuning.programs, sequences * kv_heads)
     return int(min(32, max(4, triton.next_power_of_2(wanted))))
 
