@@ -18,7 +18,7 @@ if [[ "${1:-}" == --help ]]; then
 fi
 
 if [[ "${1:-}" == --quick ]]; then
-  setup_venv test check
+  setup_venv test check diagnostics
   told="$(mktemp)"
   trap 'rm -f "$told"' EXIT
   bash scripts/check.sh > "$told" 2>&1 & # one core for the types, one for the tests

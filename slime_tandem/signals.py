@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, made alike: whatever stops a command, it ends in order."""
+"""SIGTERM and SIGINT, made alike: whatever stops a command, it ends in order. When one arrives is not decided here."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def terminate_as_interrupt() -> Iterator[None]:
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """SIGTERM and SIGINT that arrive within take effect at the end: what is started within is known to whoever must stop it.
+
+    Nothing outside the main thread, as above. For moments only: a command in here cannot be stopped.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    both: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in both}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+        for number in arrived:
+            signal.raise_signal(number)

@@ -141,6 +141,34 @@ def side_url(trio: Trio) -> Iterator[Callable[[str], str]]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def _preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from slime_tandem.engines.serve_options import DEFAULT
+
+    from .preloaded import EMBEDDED, Preloaded
+
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(DEFAULT.threads)}
+    with Preloaded(sys.executable, EMBEDDED, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+        yield preloaded.python
+
+
+@pytest.fixture(scope="module")
+def forked_servers(_preloaded_python: str) -> Iterator[None]:
+    """`sys.executable` starts embedded servers in a fork, for tests that are about runs and not about these starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", _preloaded_python)
+        yield
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Model families by name (scripts/families.py): (tokenizer, chat template) of each."""
+    from families import FAMILIES, load
+
+    root = tmp_path_factory.mktemp("families")
+    return {name: load(name, root) for name in FAMILIES}
+
+
 @pytest.fixture
 def running() -> Iterator[Callable[[Any], Any]]:
     """`running(ThreadServer(folder))`: that server, started, until the test ends."""

@@ -31,6 +31,7 @@ for line in sys.stdin:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             code = 1
             try:
+                sys.executable = order["python"]
                 code = slime_tandem.cli.main(order["arguments"])
             finally:
                 sys.stdout.flush()
@@ -94,5 +95,5 @@ class Forks:
         out, err = folder / "stdout.txt", folder / "stderr.txt"
         out.unlink(missing_ok=True)
         err.unlink(missing_ok=True)
-        files = {"out": str(out), "err": str(err)}
-        return Command(self, self.ask(arguments=arguments, ignores_sigint=ignores_sigint, **files), out, err)
+        how = {"out": str(out), "err": str(err), "python": sys.executable, "ignores_sigint": ignores_sigint}
+        return Command(self, self.ask(arguments=arguments, **how), out, err)

@@ -20,6 +20,8 @@ from slime_tandem.tokens.token_bytes import TokenBytes
 
 from .waiting import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 DOCS = Path(__file__).parents[1] / "docs" / "api.md"
 TEXT = DOCS.read_text(encoding="utf-8")
 

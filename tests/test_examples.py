@@ -14,13 +14,19 @@ import slime_tandem
 
 from .waiting import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+AS_SCRIPT = (
+    "import pathlib, runpy, sys; sys.executable = sys.argv.pop(1); del sys.argv[0]; "
+    "sys.path[0] = str(pathlib.Path(sys.argv[0]).parent); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def run(name: str, *arguments: object) -> str:
     path = [str(Path(slime_tandem.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)],
+        [sys.executable, "-W", "error", "-c", AS_SCRIPT, sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip

@@ -18,6 +18,8 @@ from slime_tandem.distill.selection import RANKERS, TokenKeys, select
 from slime_tandem.distill.teachability import Normalised, TokenScores
 from slime_tandem.tasks.families import TaskSet
 
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
 DOCS = Path(__file__).parents[1] / "docs" / "extending.md"
 BLOCKS = re.findall(r"^```(python|yaml)\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 MODULES = {re.match(r"# (\w+)\.py\n", text)[1]: text for kind, text in BLOCKS if kind == "python"}  # type: ignore[index]

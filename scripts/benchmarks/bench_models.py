@@ -33,7 +33,7 @@ def make_folder(folder: Path, size: str, tokenizer: Path) -> dict[str, Any]:
     return config
 
 
-def tiny_pair(root: Path, *, context: int, eos: bool) -> Path:
+def tiny_pair(root: Path, *, context: int, eos: bool, vocab_size: int = 330, seed: int = 0) -> Path:
     """Two tiny random models in `root`, senior and junior, that share a byte-level tokenizer; returns the senior's folder."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -43,7 +43,7 @@ def tiny_pair(root: Path, *, context: int, eos: bool) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330,
+        vocab_size=vocab_size,
         special_tokens=["<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -53,8 +53,8 @@ def tiny_pair(root: Path, *, context: int, eos: bool) -> Path:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for seed, role in enumerate(("senior", "junior")):
-        torch.manual_seed(seed)
+    for number, role in enumerate(("senior", "junior")):
+        torch.manual_seed(seed + number)
         config = Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=8, max_position_embeddings=context, eos_token_id=0 if eos else None,

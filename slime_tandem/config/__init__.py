@@ -9,6 +9,7 @@ from slime_tandem.config.cluster import (
 from slime_tandem.config.engine import (
     EngineConfig,
     ModelsConfig,
+    TextMarkers,
 )
 from slime_tandem.config.load import (
     read_yaml_mapping,
@@ -56,7 +57,7 @@ from slime_tandem.config.section import (
     Section,
     http_url,
 )
-from slime_tandem.config.sections import EvalConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.sections import AnswerKind, EvalConfig, RewardConfig, Sections, TaskSpec, TrainConfig
 from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
@@ -70,6 +71,7 @@ __all__ = [
     "SELECTOR_ALIASES",
     "AdvantageScale",
     "AlignmentPolicy",
+    "AnswerKind",
     "AuthorSchedule",
     "Baseline",
     "BoundaryClass",
@@ -93,6 +95,7 @@ __all__ = [
     "Probability",
     "RatioLevel",
     "Reduction",
+    "RewardConfig",
     "RolloutWeights",
     "RunConfig",
     "SamplingConfig",
@@ -108,6 +111,7 @@ __all__ = [
     "TandemConfig",
     "TaskSpec",
     "TeacherSpec",
+    "TextMarkers",
     "Thinking",
     "TrainConfig",
     "choices_of",

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 
 from slime_tandem.config.section import Ignored, Section, http_url
 
+TextMarkers = Literal["allow", "escape", "refuse"]
+
 
 class ModelsConfig(Section):
     """Who takes part. Each is a local Hugging Face folder, or `builtin:<name>` for a checkpoint that `pretrain` makes."""
@@ -19,6 +21,11 @@ class ModelsConfig(Section):
     trust_remote_code: bool = Field(False, description="run Python code that a model folder brings")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="engine weights; the trainer keeps float32 masters"
+    )
+    text_markers: TextMarkers = Field(
+        "escape",
+        description="control tokens that users, tools or environments have typed (<|im_end|>): escape reads them as plain "
+        "text, refuse stops, allow lets them act as templates do; all are counted in rollout/text_markers",
     )
 
 
@@ -46,7 +53,11 @@ class EngineConfig(Section):
     )
     junior_url: str | None = Field(None, description="the same for the junior")
     teacher_url: str | None = Field(None, description="the same for the teacher")
-    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
+    api_key_env: str | None = Field(
+        None,
+        description="environment variable that holds the servers' API key; null: servers that a run starts "
+        "get a key of that run, those of a URL none",
+    )
     start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
     environment_timeout_s: float = Field(

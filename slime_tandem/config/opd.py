@@ -156,7 +156,9 @@ class OpdConfig(Section):
 
     enabled: bool = Field(True, description="score with the teacher and add its signal")
     coef: float = Field(
-        1.0, ge=0.0, description="advantage -= coef * (log pi_student - log pi_teacher) per aligned token"
+        1.0,
+        ge=0.0,
+        description="weight of the distillation term in the loss; the term is a mean over the tokens that carry it",
     )
     clip: float | None = Field(
         10.0, gt=0.0, description="clamp |log pi_student - log pi_teacher| to so many nats; null: no clip"

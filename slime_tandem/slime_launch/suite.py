@@ -15,6 +15,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, EngineError, RunDirError
 from slime_tandem.files import whole_file
 from slime_tandem.local.suite import Suite, merged_mapping, write_mapping
+from slime_tandem.signals import signals_wait
 from slime_tandem.slime_launch.flags import Plan
 from slime_tandem.slime_launch.plan import launch_plan
 
@@ -73,10 +74,13 @@ def _write(path: Path, text: str) -> None:
 
 def _attended(command: Sequence[str]) -> int:
     """Exit code of a command that, when we are stopped, is asked to stop and waited for: it has a job of its own to end."""
-    with subprocess.Popen(command) as process:  # noqa: S603 - our own script, no shell
-        try:
-            return process.wait()
-        except BaseException:
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with signals_wait():
+            process = subprocess.Popen(command)  # noqa: S603 - our own script, no shell
+        return process.wait()
+    except BaseException:
+        if process is not None:
             process.terminate()
             process.wait()
-            raise
+        raise

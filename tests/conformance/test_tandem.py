@@ -18,11 +18,16 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import TandemWriter, WriterOptions
-from slime_tandem.strategies import STRATEGIES
+from slime_tandem.strategies import STRATEGIES, Mark, Strategy
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, Prompt, SampleKey, TandemSample
 
 TOLERANCE = 1e-4
 CAP, SAMPLES = 40, 8
+_DIGITS = "0123456789"
+after_digit = Strategy(ends_after=lambda data: data[-1:].isdigit(), cap=5)
+after_digit_marked = Strategy(ends_after=lambda data: data[-1:].isdigit(), cap=5, mark=Mark.of(_DIGITS))
+OWN = (f"{__name__}:after_digit", f"{__name__}:after_digit_marked")
+"""A user's own: where its runs end is found from the ids, or the server stops at a pattern."""
 
 
 def writers(rig: Any, strategy: str, temperature: float = 1.0, **options: Any) -> list[TandemWriter]:
@@ -45,8 +50,8 @@ def writers(rig: Any, strategy: str, temperature: float = 1.0, **options: Any) -
 def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]]]) -> list[TandemSample]:
     async def main() -> list[Any]:
         async with (
-            EngineClient(rig.servers["senior"].url, role="senior") as senior,
-            EngineClient(rig.servers["junior"].url, role="junior") as junior,
+            EngineClient(rig.servers["senior"].url, role="senior", api_key=rig.key) as senior,
+            EngineClient(rig.servers["junior"].url, role="junior", api_key=rig.key) as junior,
         ):
             for client in (senior, junior):
                 await client.flush_cache()
@@ -57,7 +62,7 @@ def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]
     return samples
 
 
-@pytest.mark.parametrize("strategy", tuple(STRATEGIES))
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *OWN])
 def test_lockstep_rollouts(rig: Any, strategy: str) -> None:
     temperature = 0.8 if strategy == "chunk" else 1.0
     score = strategy in ("word", "bernoulli")

@@ -23,10 +23,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused import launch
 from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang
+from slime_tandem.engines.serve_options import DEFAULT
 from slime_tandem.models.hf import load_model, quiet_transformers
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import SENIOR, TandemSample
+
+from ...preloaded import SGLANG, Preloaded
 
 T = TypeVar("T")
 VOCAB = 304
@@ -231,6 +234,14 @@ def sglang_python() -> str:
     return python
 
 
+@pytest.fixture(scope="session")
+def preloaded_python(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Python whose SGLang servers come up in seconds."""
+    environment = launch.environment({**os.environ, "OMP_NUM_THREADS": str(DEFAULT.threads)}, cuda=False)
+    with Preloaded(sglang_python, SGLANG, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
+        yield preloaded.python
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _asked_once() -> Iterator[None]:
     """What SGLang a Python has does not change: to ask it takes a process that imports torch, for every server anew."""
@@ -242,7 +253,7 @@ def _asked_once() -> Iterator[None]:
 @pytest.fixture(scope="session", params=list(SERVERS))
 def engine(
     request: pytest.FixtureRequest,
-    sglang_python: str,
+    preloaded_python: str,
     folders: dict[str, Path],
     tables: dict[str, frozenset[int]],
     tmp_path_factory: pytest.TempPathFactory,
@@ -256,7 +267,7 @@ def engine(
         junior,
         tables=list(tables.values()),
         sglang=Sglang(
-            sglang_python,
+            preloaded_python,
             args=("--mem-fraction-static", "0.3", "--log-level", "info", *args),
             catch_up=BOUNDS if "catch up" in request.param else None,
         ),

@@ -26,7 +26,7 @@ STRATEGIES = ("word", "sentence", "bernoulli")
 
 @pytest.mark.parametrize(("name", "size"), [("qwen", 151936), ("smollm2", 49152)])
 def test_tables_of_a_real_tokenizer(
-    name: str, size: int, tmp_path: Path, sglang_python: str, pair_of: Callable[[int], Any]
+    name: str, size: int, tmp_path: Path, preloaded_python: str, pair_of: Callable[[int], Any]
 ) -> None:
     """Token by token: the rule's author, its log-prob within 1e-4 of transformers; both write, runs end at the table's ids."""
     known = load(name).tokens
@@ -55,7 +55,7 @@ def test_tables_of_a_real_tokenizer(
         tmp_path / "senior",
         tmp_path / "junior",
         tables=list(tables.values()),
-        sglang=Sglang(sglang_python, args=("--skip-tokenizer-init", "--max-total-tokens", "4096")),
+        sglang=Sglang(preloaded_python, args=("--skip-tokenizer-init", "--max-total-tokens", "4096")),
         log_file=tmp_path / "log",
     )
     server.start()

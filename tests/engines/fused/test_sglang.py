@@ -334,9 +334,15 @@ def test_weight_updates_by_name(
 
 @pytest.mark.parametrize("role", ["senior", "junior"])
 def test_a_model_with_missing_weights_does_not_start(
-    role: str, sglang_python: str, folders: dict[str, Path], tables: dict[str, frozenset[int]], tmp_path: Path
+    role: str,
+    sglang_python: str,
+    preloaded_python: str,
+    folders: dict[str, Path],
+    tables: dict[str, frozenset[int]],
+    tmp_path: Path,
 ) -> None:
     """One file without index, so that the weights themselves must tell; SGLang alone would start and write nonsense."""
+    python = sglang_python if role == "senior" else preloaded_python  # one start as users make it
     pair = {"senior": folders["qwen3-senior"], "junior": folders["qwen3-junior"]}
     pair[role] = Path(shutil.copytree(pair[role], tmp_path / role))
     weights = load_file(pair[role] / "model.safetensors")
@@ -344,7 +350,7 @@ def test_a_model_with_missing_weights_does_not_start(
     save_file(weights, pair[role] / "model.safetensors", {"format": "pt"})
     server = FusedServer(
         pair["senior"], pair["junior"], tables=list(tables.values()), log_file=tmp_path / "log",
-        sglang=Sglang(sglang_python, args=("--mem-fraction-static", "0.3", "--max-total-tokens", "1024")),
+        sglang=Sglang(python, args=("--mem-fraction-static", "0.3", "--max-total-tokens", "1024")),
     )  # fmt: skip
     with pytest.raises(EngineUnavailableError), server:
         pass
