@@ -119,7 +119,8 @@ class GenerateResult:
     `output_log_probs` [n] nats, one per output id (empty if not asked for). `input_log_probs` covers positions
     `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
     `served_rid` is the request's name on the wire (the client's repeats have names of their own), by which a session continues.
-    `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`.
+    `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`; of the
+    latter some may be None, of tokens of the junior's that the senior has not read.
     `kept_ids` is there, one entry per output id, if `truncated_logprobs` was asked for: the ids that the token was
     drawn from, empty for
     the whole vocabulary. `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
@@ -142,7 +143,7 @@ class GenerateResult:
     input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
     served_rid: str = ""
     authors: tuple[int, ...] = ()
-    senior_log_probs: tuple[float, ...] = ()
+    senior_log_probs: tuple[float | None, ...] = ()
     kept_ids: tuple[tuple[int, ...], ...] = ()
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from slime_tandem.config.section import Section, http_url
+from slime_tandem.config.section import Ignored, Section, http_url
 
 TextMarkers = Literal["allow", "escape", "refuse"]
 
@@ -36,6 +36,12 @@ class EngineConfig(Section):
         "two_servers",
         description="fused: senior and junior decode inside one SGLang server, at about the cost of both models "
         "(docs/fused.md); the teacher keeps a server of its own",
+    )
+    fused_attention: Literal["every_step", "catch_up"] = Field(
+        "every_step",
+        description="mode fused: catch_up: a model reads a sequence's KV when it writes it, and catches up in the same read "
+        "on what the other one wrote; every_step: both models read every sequence in every step (docs/fused.md says where "
+        "which pays)",
     )
     sglang_python: str | None = Field(
         None, description="mode fused: the Python that has SGLang; null: the variable SLIME_TANDEM_SGLANG_PYTHON"
@@ -70,6 +76,10 @@ class EngineConfig(Section):
         None,
         description="most tokens asked for in one co-writing request; null: whole chains of runs; auto: 6 for up to 128 "
         "responses at once, whole chains beyond (what was fastest on two GPU servers)",
+    )
+
+    ignored: ClassVar[tuple[Ignored, ...]] = (
+        Ignored("fused_attention", lambda s: s.mode != "fused", "mode", "set mode=fused"),
     )
 
     @field_validator("senior_url", "junior_url", "teacher_url")

@@ -32,6 +32,7 @@ from slime_tandem.errors import (
     WeightVersionError,
 )
 from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.types import JUNIOR
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
@@ -377,7 +378,7 @@ class EngineClient:
 
     def _written(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, output_ids: list[int]
-    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float | None, ...]]:
         """(authors, log-probs, the senior's log-probs) of the output ids; each is empty where it was not asked for."""
         if request.handoff is not None:
             # A request that only scores has nothing that anybody wrote.
@@ -422,8 +423,10 @@ class EngineClient:
 
     def _tandem(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
-    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float | None, ...]]:
         """(authors, their log-probs, the senior's log-probs) that a fused engine reports of `count` output tokens.
+
+        The senior's is None of a junior's token that the senior of a catch-up engine has not read.
 
         SGLang's own list of log-probs is not used: it loses one of a request that was retracted, this report does not.
         """
@@ -452,7 +455,20 @@ class EngineClient:
             return authors, (), ()
         name = f"{where} {handoff_wire.REPORT}"
         log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
-        return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
+        try:
+            seniors = handoff_wire.senior_log_probs(entries)
+        except ValueError as error:
+            raise self._bad(name, str(error), "late log-probs of tokens that were reported") from None
+        return (
+            authors,
+            log_probs,
+            tuple(
+                None
+                if value is None and author == JUNIOR and len(e) > 3
+                else self._finite(f"{name}[{i}] senior's", value)
+                for i, (value, author, e) in enumerate(zip(seniors, authors, entries, strict=True))
+            ),
+        )
 
     def _kept_ids(self, meta: dict[str, Any], where: str, output_ids: list[int]) -> tuple[tuple[int, ...], ...]:
         """The ids that each output id was drawn from, itself among them; empty for the whole vocabulary."""

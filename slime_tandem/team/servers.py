@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
-from slime_tandem.engines.fused.launch import FusedServer, Sglang
+from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.team.roster import Role, Roster
@@ -77,7 +77,7 @@ class Servers:
                 folders["junior"],
                 common,
                 tables=self.roster.fused_tables(),
-                sglang=Sglang(e.sglang_python, args=e.sglang_args),
+                sglang=Sglang(e.sglang_python, args=e.sglang_args, catch_up=catch_up_of(e.fused_attention)),
                 log_file=self.log_dir / "fused.log",
                 start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),
             )

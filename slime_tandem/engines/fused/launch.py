@@ -132,13 +132,16 @@ def override_args(
     junior_folder: Path | None,
     tables: Path,
     tables_sha256: str,
+    catch_up: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
-    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. Raises
-    ModelError for a pair that does not fit.
+    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. `catch_up` as in
+    `Sglang`. Raises ModelError for a pair that does not fit.
     """
     pair.require_fitting(senior, junior)
+    if catch_up is not None:
+        pair.require_catching_up(senior)
     kind = senior["model_type"]
     layers = senior["num_hidden_layers"] + junior["num_hidden_layers"]
     args: dict[str, Any] = {
@@ -150,6 +153,7 @@ def override_args(
             "junior_folder": None if junior_folder is None else str(junior_folder.resolve()),
             "tables": str(tables.resolve()),
             "tables_sha256": tables_sha256,
+            "catch_up": None if catch_up is None else dict(catch_up),
         },
     }
     if kind != "llama":
@@ -188,12 +192,16 @@ def default_flags(*, cuda: bool, context: int | None = None) -> dict[str, str | 
 
 
 def slime_settings(
-    senior: Path, junior: Path, tables: Collection[frozenset[int]], folder: Path
+    senior: Path,
+    junior: Path,
+    tables: Collection[frozenset[int]],
+    folder: Path,
+    catch_up: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """(environment, flags of slime's train.py) under which slime's own SGLang servers are fused ones.
 
-    Writes the boundary tables into `folder`, which every node must see under the same path, as it must the models. Raises
-    ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
+    `catch_up` as in `Sglang`. Writes the boundary tables into `folder`, which every node must see under the same path, as it
+    must the models. Raises ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
     """
     configs = read_config(senior), read_config(junior)
     pair.require_fitting(*configs)
@@ -204,7 +212,7 @@ def slime_settings(
         os.replace(file.with_suffix(".tmp"), file)
     except OSError as error:
         raise ConfigError("folder of the tables", str(folder), "a folder to write to", str(error)) from None
-    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
+    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest, catch_up=catch_up)
     own, flags = slime_sizes(*configs)
     told = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
     return own, [*told, *flags]
@@ -229,15 +237,26 @@ class Sglang:
     """Whose SGLang a fused server is, and how it is called beyond `ServeOptions`.
 
     `python` as `sglang_python` reads it; `allow_unknown_version`: also one on which no test has passed; `args`: further flags
-    of `sglang.launch_server`, which come last and win.
+    of `sglang.launch_server`, which come last and win; `catch_up`: the bounds of the engine's catch-up steps (fields of
+    `catch_up.Bounds`, {} for its own), None: both models read every sequence in every step.
     """
 
     python: str | None = None
     allow_unknown_version: bool = False
     args: Sequence[str] = ()
+    catch_up: Mapping[str, int] | None = None
 
 
 _SGLANG = Sglang()
+
+
+def catch_up_of(attention: str) -> Mapping[str, int] | None:
+    """`Sglang.catch_up` for a value of `engine.fused_attention`.
+
+    >>> catch_up_of("catch_up"), catch_up_of("every_step")
+    ({}, None)
+    """
+    return {} if attention == "catch_up" else None
 
 
 class FusedServer(ChildServer):
@@ -272,6 +291,7 @@ class FusedServer(ChildServer):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
+        self._catch_up = sglang.catch_up
         for folder in (self.senior, self.junior):
             weight_names(folder)  # SGLang starts with whatever files are there
         self._flags = ["--model-path", str(self.senior), "--host", options.host, "--dtype", options.dtype]
@@ -290,7 +310,13 @@ class FusedServer(ChildServer):
         self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
         file = Path(self._folder.name) / "tables.npy"
         digest = write_tables(file, self._tables, self._configs[0]["vocab_size"])
-        override = override_args(*self._configs, junior_folder=self.junior, tables=file, tables_sha256=digest)
+        override = override_args(
+            *self._configs,
+            junior_folder=self.junior,
+            tables=file,
+            tables_sha256=digest,
+            catch_up=self._catch_up,
+        )
         return [
             self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,
             "--json-model-override-args", json.dumps(override), "--port", str(self._port),
