@@ -96,6 +96,7 @@ def _check_tasks(config: RunConfig) -> None:
         for setting, value, usual in (
             ("opd.signal", opd.signal, "sampled"),
             ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+            ("opd.token_bank_dir", opd.token_bank_dir, None),
         ):
             if len(mine) > 1 and value not in (usual, "full"):
                 raise ConfigError(
@@ -220,13 +221,13 @@ class Roster:
     @property
     def scoring(self) -> Scoring:
         """What the run asks of its teachers."""
-        opd, chosen = self.config.opd, self.config.opd.selection
+        opd = self.config.opd
         return Scoring(
             opd.alignment,
             0 if opd.signal == "sampled" else opd.top_k,
             opd.support,
-            0 if chosen.mask == "full" else chosen.top_k,
-            chosen.missing_mass == "exact",
+            opd.list_length,
+            opd.selection.asks_cross,
         )
 
     def fused_tables(self) -> list[frozenset[int]]:
