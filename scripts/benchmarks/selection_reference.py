@@ -271,7 +271,7 @@ def differences(batch: Batch) -> list[str]:
     """What the package has otherwise than the restatement; nothing, if all is well."""
     shown, kept = restated(batch)
     keys = [SampleKey(3, batch.counter, i) for i in range(len(batch.able))]
-    got = opd_mask(keys, batch.able, list(batch.lists), batch.settings, banks=True)
+    got = opd_mask(keys, batch.able, list(batch.lists), batch.settings, batch.counter)
     mask = [bool(x) for part in got.masks for x in part]
     out = []
     if got.published is None:

@@ -227,7 +227,8 @@ class OpdConfig(Section):
     token_bank_dir: str | None = Field(
         None,
         description="write every token's scores of each rollout there, a file a rollout, in TA-OPD's published columns (H, D, C "
-        "by its definitions, and whether the token was kept); asks both sides for lists of selection.top_k",
+        "by its definitions, and whether the token was kept); asks both sides for lists of selection.top_k; a relative path is "
+        "below the run's folder",
     )
     token_bank_format: Literal["csv", "jsonl"] = Field("csv", description="format of these files")
     token_bank_raw_topk: bool = Field(False, description="with both sides' lists in them")

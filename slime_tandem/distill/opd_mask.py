@@ -42,20 +42,16 @@ def opd_mask(
     usable: Sequence[BoolArray],
     lists: Sequence[TopLists | None],
     settings: SelectionConfig,
-    banks: bool = False,
+    banks_before: int = 0,
 ) -> OpdMask:
     """Choose the tokens of one rollout: `usable` [R] per response may carry the signal, `lists` [R, K] say what they teach.
 
     A usable token whose lists share no entry with a counterpart on both sides cannot be scored: it is masked and counted
-    (`selection/masked_tokens`). Without usable tokens everything is masked. `banks`: each rollout writes a bank of its tokens,
-    with which the published rules' draws advance. Raises DataError where lists are missing for a selector that needs them, and
+    (`selection/masked_tokens`). Without usable tokens everything is masked. `banks_before`: how many rollouts have written
+    a bank of their tokens, with which the published rules' draws advance. Raises DataError where lists are missing for a selector that needs them, and
     for responses of several rollouts.
     """
-    lengths = [len(u) for u in usable]
-    tokens = TokenKeys(
-        np.repeat(np.array([k.sample_index for k in keys], dtype=np.int64), lengths),
-        np.concatenate([np.arange(n) for n in (*lengths, 0)]),
-    )
+    lengths, tokens = [len(u) for u in usable], token_keys(keys, usable)
     able = np.concatenate([*usable, np.zeros(0, dtype=np.bool_)])
     out: dict[str, float | None] = dict.fromkeys(OPD_MASK_METRICS)
     if settings.mask == "full":
@@ -64,7 +60,7 @@ def opd_mask(
         raise DataError("opd_mask", "several rollouts", "the responses of one", "choose per rollout")
     if not able.any():
         return _result(lengths, able, out | _counts(able, 0))
-    scored = _joined(lists, usable, settings)
+    scored = joined_lists(lists, usable, settings)
     # A list can lose all of its entries to the other vocabulary.
     known = scored.shared
     valid = able & known
@@ -73,7 +69,7 @@ def opd_mask(
 
     def choose(selector: str) -> BoolArray:
         if published is not None:
-            return published_choice(published, valid, tokens, selector, settings, keys[0].rollout_id if banks else 0)
+            return published_choice(published, valid, tokens, selector, settings, banks_before)
         return select(
             scores, tokens, selector, settings.ratio,
             seed=keys[0].seed, rollout_id=keys[0].rollout_id, budget=settings.budget,
@@ -102,7 +98,18 @@ def _result(lengths: Sequence[int], chosen: BoolArray, metrics: dict[str, float 
     return OpdMask(masks, {f"selection/{name}": value for name, value in metrics.items()})
 
 
-def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig) -> TopLists:
+def token_keys(keys: Sequence[SampleKey], usable: Sequence[BoolArray]) -> TokenKeys:
+    """The tokens of all responses, one below the other."""
+    lengths = [len(u) for u in usable]
+    return TokenKeys(
+        np.repeat(np.array([k.sample_index for k in keys], dtype=np.int64), lengths),
+        np.concatenate([np.arange(n) for n in (*lengths, 0)]),
+    )
+
+
+def joined_lists(
+    lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig
+) -> TopLists:
     """The lists of all responses one below the other [N, K]; a response without usable tokens needs none."""
     k, cross = settings.top_k, settings.asks_cross
     parts: list[TopLists] = []

@@ -32,6 +32,7 @@ from slime_tandem.slime_hooks.state import STATE, Parked
 from slime_tandem.tasks.answers import extract_answer, label_reward
 from slime_tandem.tasks.families import checked_reward, find_reward
 from slime_tandem.team.own_code import check_extensions
+from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import ScoredSample
@@ -142,7 +143,9 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         return raw, clip_advantages(values, o.clip_advantages)[0].tolist()
     written = [s for s in samples if wire.failure_of(s) is None]
     scored = [_scored(s, args, config) for s in written]
-    rows, metrics = build_rows(scored, config)
+    bank = TokenBank.of(config)
+    rollout_id = getattr(args, "logged_rollout_id", None)
+    rows, metrics = build_rows(scored, config, bank=bank and bank.write, rollout_id=rollout_id)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
@@ -161,7 +164,6 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         # As float32, so that the trainer can compare the two fields token for token.
         s.rollout_log_probs = getattr(s, wire.CARRIER)[:, wire.OLD].tolist()
     total = wire.checksum([getattr(s, wire.CARRIER) for s in samples], [s.index for s in samples])
-    rollout_id = getattr(args, "logged_rollout_id", None)
     logger.info(f"slime_tandem channels sent {rollout_id}: samples {len(samples)} check-sum {total:016x}")
     metrics["rollout/failed_samples"] = float(len(samples) - len(written))
     _report(args, rollout_id, metrics)

@@ -302,6 +302,13 @@ _ADVANTAGES = (
         when=lambda job: scores_by_id(job.config),
     ),
     Rule(
+        "--custom-rollout-log-function-path",
+        f"our log_rollout with {KEY}.opd.token_bank_dir: it says which rollout a bank is of",
+        "name it, or set opd.token_bank_dir=null",
+        wrong=missing,
+        when=lambda job: job.config.opd.enabled and job.config.opd.token_bank_dir is not None,
+    ),
+    Rule(
         "--custom-advantage-function-path",
         "our hook, with our loss",
         "name all hooks of docs/slime.md",

@@ -102,8 +102,8 @@ def _check_tasks(config: RunConfig) -> None:
                 raise ConfigError(
                     setting,
                     value,
-                    f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
-                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                    f"{usual or 'null'} where several teachers score one task ({family}: {', '.join(mine)})",
+                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual or 'null'}",
                 )
 
 
