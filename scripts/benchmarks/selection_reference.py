@@ -1,6 +1,6 @@
 """The published TA-OPD selection against an independent restatement, on random rollouts: every bit must agree.
 
-    python scripts/benchmarks/selection_reference.py --batches 100000        # about an hour on one core; --workers 2 halves it
+    python scripts/benchmarks/selection_reference.py --batches 100000        # about 20 minutes on one core
     python scripts/benchmarks/selection_reference.py --batches 1000 --first 500000
 
 `opd.selection.rules=reference` is compared with `restated` below, which was written from a description of the published code
@@ -216,13 +216,8 @@ def take(rows: list[dict[str, Any]], places: list[int], name: str, n: int, *, le
 
 def shuffled(places: list[int], seed: int) -> list[int]:
     """Python's shuffle: from the end, each swapped with one before it, drawn by rejection from the generator's top bits."""
-    words, rest = [], seed
-    while True:
-        words.append(rest & 0xFFFFFFFF)
-        rest >>= 32
-        if not rest:
-            break
-    generator = np.random.RandomState(np.array(words, dtype=np.uint32))
+    generator = np.random.RandomState(0)
+    generator.set_state(("MT19937", mersenne_state(seed), 624))
     out = list(places)
     for last in range(len(out) - 1, 0, -1):
         bits, drawn = (last + 1).bit_length(), last + 1
@@ -230,6 +225,28 @@ def shuffled(places: list[int], seed: int) -> list[int]:
             drawn = int(generator.randint(0, 2**32, dtype=np.uint32)) >> (32 - bits)
         out[last], out[drawn] = out[drawn], out[last]
     return out
+
+
+def mersenne_state(seed: int) -> np.ndarray:
+    """The 624 words that Matsumoto and Nishimura's `init_by_array` makes of a seed's 32-bit words."""
+    words = [seed & 0xFFFFFFFF]
+    while seed := seed >> 32:
+        words.append(seed & 0xFFFFFFFF)
+    m = [19650218]
+    for i in range(1, 624):
+        m.append((1812433253 * (m[-1] ^ m[-1] >> 30) + i) & 0xFFFFFFFF)
+    i = 1
+    for n in range(max(624, len(words)) + 623):
+        mixed = m[i - 1] ^ m[i - 1] >> 30
+        if n < max(624, len(words)):
+            m[i] = ((m[i] ^ mixed * 1664525) + words[n % len(words)] + n % len(words)) & 0xFFFFFFFF
+        else:
+            m[i] = ((m[i] ^ mixed * 1566083941) - i) & 0xFFFFFFFF
+        i += 1
+        if i == 624:
+            m[0], i = m[623], 1
+    m[0] = 0x80000000
+    return np.array(m, dtype=np.uint32)
 
 
 COLUMN = {
