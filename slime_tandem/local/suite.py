@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+import yaml
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName
@@ -159,15 +160,24 @@ class Suite:
         called = method.name.replace(":", ".")
         name = f"{method.idx:03d}-{called}-{method.number:.15g}-seed{seed}"
         own = [f"name={name}", f"runs_dir={json.dumps(str(self.folder))}", f"seed={seed}"]
-        return [*self._of_method(method), *method.overrides(self.top_k), *own]
+        return [*self._of_method(method, name), *method.overrides(self.top_k), *own]
 
-    def _of_method(self, method: Method) -> list[str]:
-        """The user's overrides, without those that say how tokens are selected where a method selects none."""
+    def _of_method(self, method: Method, run: str) -> list[str]:
+        """The user's overrides, without those that say how tokens are selected where a method selects none or by other rules.
+
+        An absolute `opd.token_bank_dir` is a folder with one of each run.
+        """
+        left_out: list[str] = []
         if method.name in _TANDEM:
-            left_out: tuple[str, ...] = ("opd.selection.", "opd.token_bank_")
-        else:
-            left_out = ("opd.selection.",) if method.keeps_all else ()
-        return [o for o in self.overrides if not o.startswith(left_out)]
+            left_out = ["opd.selection.", "opd.token_bank_"]
+        elif method.keeps_all:
+            left_out = ["opd.selection."]
+        elif method.selector != "split_budget_ca" and not is_own(method.selector):
+            left_out = ["opd.selection.gamma="]
+        if method.selector != "random":
+            left_out.append("opd.selection.mask_seed=")
+        kept = [o for o in self.overrides if not o.startswith(tuple(left_out))]
+        return [_bank_of(o, run) if o.startswith("opd.token_bank_dir=") else o for o in kept]
 
     def runs(self) -> list[tuple[Method, int, RunConfig]]:
         """Every run, seed by seed, so that a suite that was stopped compares all methods on the seeds it has."""
@@ -176,6 +186,12 @@ class Suite:
             for seed in self.seeds
             for method in self.methods
         ]
+
+
+def _bank_of(override: str, run: str) -> str:
+    folder = yaml.safe_load(override.partition("=")[2])
+    own = isinstance(folder, str) and Path(folder).is_absolute()
+    return f"opd.token_bank_dir={json.dumps(str(Path(folder) / run))}" if own else override
 
 
 def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
