@@ -73,7 +73,7 @@ class Soak:
                     doomed.cancel()
                     await asyncio.gather(doomed, return_exceptions=True)
             while True:
-                task = asyncio.ensure_future(write_one(writer, engines))
+                task = asyncio.ensure_future(write_one(writer, engines, aborted=lambda: True))
                 if rng.random() < self.args.aborts:
                     await asyncio.sleep(rng.uniform(0.01, self.args.abort_after))
                     await client.abort(f"5-0-{i}-{writer.transcript.requests}")

@@ -64,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> int:
-    import yaml
-
     from slime_tandem.config.legacy import tandem_settings
+    from slime_tandem.config.load import load_yaml
     from slime_tandem.errors import ConfigError
     from slime_tandem.files import read_text
 
@@ -74,9 +73,9 @@ def _settings(args: argparse.Namespace) -> int:
         raise ConfigError("--settings", f"{len(args.files)} files", "one file, without --write", "call it for each")
     path = args.files[0]
     try:
-        tree = yaml.safe_load(read_text(path, "TandemConfig"))  # JSON is YAML
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(str(path), " ".join(str(error).split()), "JSON or YAML", "correct it first") from None
+        tree = load_yaml(read_text(path, "TandemConfig"))  # JSON is YAML
+    except ValueError as error:
+        raise ConfigError(str(path), str(error), "JSON or YAML", "correct it first") from None
     found = tandem_settings(tree)
     print(found.to_yaml(), end="")
     for note in found.notes:

@@ -34,7 +34,7 @@ def add(commands: flags.Commands) -> None:
         "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
     )
     parser.add_argument("sglang_args", nargs="*", metavar="-- SGLANG_ARGS", help="with --fused")
-    ServeOptions.add_flags(parser, "host", "port", "max_batch", "cache_tokens", "threads")
+    ServeOptions.add_flags(parser, "host", "port", "max_batch", "cache_tokens", "threads", "allowed_hosts")
     flags.add_dtype(parser, "weights")
     flags.add_api_key_env(parser, "environment variable with the key that clients must send")
     flags.add_cache_dir(parser)
@@ -75,9 +75,7 @@ def _run_fused(args: argparse.Namespace, key: str | None) -> int:
     server = FusedServer(
         senior,
         junior,
-        ServeOptions(
-            host=args.host, port=args.port, dtype=args.dtype, api_key=key, trust_remote_code=args.trust_remote_code
-        ),
+        ServeOptions.from_args(args, key),
         tables=tables,
         sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra),
         log_file=None,

@@ -56,7 +56,7 @@ from slime_tandem.config.section import (
     Section,
     http_url,
 )
-from slime_tandem.config.sections import EvalConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.sections import AnswerKind, EvalConfig, RewardConfig, Sections, TaskSpec, TrainConfig
 from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
@@ -70,6 +70,7 @@ __all__ = [
     "SELECTOR_ALIASES",
     "AdvantageScale",
     "AlignmentPolicy",
+    "AnswerKind",
     "AuthorSchedule",
     "Baseline",
     "BoundaryClass",
@@ -93,6 +94,7 @@ __all__ = [
     "Probability",
     "RatioLevel",
     "Reduction",
+    "RewardConfig",
     "RolloutWeights",
     "RunConfig",
     "SamplingConfig",

@@ -40,7 +40,11 @@ class EngineConfig(Section):
     )
     junior_url: str | None = Field(None, description="the same for the junior")
     teacher_url: str | None = Field(None, description="the same for the teacher")
-    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
+    api_key_env: str | None = Field(
+        None,
+        description="environment variable that holds the servers' API key; null: servers that a run starts "
+        "get a key of that run, those of a URL none",
+    )
     start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
     environment_timeout_s: float = Field(

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from slime_tandem.config.load import load_yaml
 from slime_tandem.config.migrate import migrate_tree
 from slime_tandem.config.run import RunConfig
 from slime_tandem.config.section import Section
@@ -139,7 +140,7 @@ def _blobs(tree: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(tree, (list, tuple)):
         pairs = [part.partition("=") for part in tree if isinstance(part, str) and "=" in part]
         named = {key.rpartition(".")[2].lstrip("+~"): value for key, _, value in pairs}
-        mine = {name: yaml.safe_load(value) for name, value in named.items() if name in SETTINGS}
+        mine = {name: load_yaml(value) for name, value in named.items() if name in SETTINGS}
         if "junior_model" in mine or "selection_strategy" in mine:
             yield mine
         for value in tree:

@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
-from slime_tandem.errors import ConfigError
-from slime_tandem.files import whole_file
+from slime_tandem.config.load import compose_yaml, load_yaml
+from slime_tandem.errors import ConfigError, printable
+from slime_tandem.files import parse_json, whole_file
 
 RENAMED: dict[str, str] = {
     # TandemConfig
@@ -119,7 +120,7 @@ class Change:
 
     def __str__(self) -> str:
         """As the tool prints it."""
-        return f"{self.where}: {self.old} -> {self.new or '(taken out)'}"
+        return printable(f"{self.where}: {self.old} -> {self.new or '(taken out)'}")
 
 
 def new_name(key: str) -> str | None:
@@ -226,50 +227,23 @@ def migrate_text(text: str) -> tuple[str, list[Change]]:
 def migrate_yaml(text: str) -> tuple[str, list[Change]]:
     """YAML with keys renamed in place, comments and layout kept. Raises ConfigError for broken YAML, and as `migrate_tree`."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _require_small(node)
-        tree, changes = migrate_tree(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
-        raise ConfigError("file", _told(error), "one document of valid YAML", "correct it first") from None
+        node, loaded = compose_yaml(text), load_yaml(text)
+    except ValueError as error:
+        raise ConfigError("file", str(error), "one document of valid YAML", "correct it first") from None
+    tree, changes = migrate_tree(loaded)
     edits = sorted(set(_key_edits(node, text)), reverse=True) if node is not None else []
     for start, end, new in edits:
         quoted = bool(new) and text[start] in "\"'" and new[0] not in "\"'"
         text = text[:start] + (text[start] + new + text[start] if quoted else new) + text[end:]
     try:
-        whole = yaml.safe_load(text) == tree
-    except (yaml.YAMLError, ValueError):  # an anchor went that others name
+        whole = load_yaml(text) == tree
+    except ValueError:  # an anchor went that others name
         whole = False
     if not whole:
         last = next((c for c in changes if c.new is None), changes[0] if changes else None)
         expected = "keys that can be renamed or cut out where they stand"
         raise ConfigError("file", None if last is None else str(last), expected, "change it by hand")
     return text, changes
-
-
-def _told(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-_MOST_VALUES = 1_000_000
-
-
-def _require_small(root: yaml.Node | None) -> None:
-    """Raise ValueError for aliases that name what holds them, or unfold to more than `_MOST_VALUES` values."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = -1
-            inner = node.value if isinstance(node, yaml.SequenceNode) else []
-            if isinstance(node, yaml.MappingNode):
-                inner = [part for pair in node.value for part in pair]
-            sizes[id(node)] = 1 + sum(map(size, inner))
-        if not 0 <= sizes[id(node)] <= _MOST_VALUES:
-            raise ValueError(f"aliases that unfold to more than {_MOST_VALUES} values, or to themselves")
-        return sizes[id(node)]
-
-    if root is not None:
-        size(root)
 
 
 def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
@@ -362,24 +336,25 @@ def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[s
 
 def _json(text: str, path: Path) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), _told(error), "valid JSON", "correct it first") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise ConfigError(str(path), str(error), "valid JSON", "correct it first") from None
 
 
 def _migrate_torch(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[str, str]]]:
-    import pickle
-
     import torch
 
     try:
         tree = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # noqa: BLE001 - damaged bytes end in whatever torch's readers stumble over
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             str(path), why, "a file of tensors and plain values", "save its config blob as JSON first"
         ) from None
-    new, changes = migrate_tree(tree)
+    try:
+        new, changes = migrate_tree(tree)
+    except RecursionError:
+        raise ConfigError(str(path), "very deep nesting", "a config blob", "save it as JSON first") from None
     if changes and write:
         _replace(path, lambda temporary: torch.save(new, temporary))
     return changes, [(place, name) for place, text in _texts(new) for _, name in left_alone(text)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,9 @@ from slime_tandem.config.opd import OpdConfig
 from slime_tandem.config.section import Named, Section
 from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
 from slime_tandem.extensions import is_own
+
+AnswerKind = Literal["number", "math", "text", "choice"]
+"""What a task's labels are; docs/extending.md says when an answer is one."""
 
 
 class TaskSpec(Section):
@@ -28,6 +31,11 @@ class TaskSpec(Section):
         None,
         description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
         "module:attribute (prompts then need no label); null: the family's own scorer",
+    )
+    answer: AnswerKind | None = Field(
+        None,
+        description="what the labels are, where the reward is label: number (compared by value), math (by math-verify), text, "
+        "choice (a letter); null: each label is what it looks like (docs/extending.md)",
     )
     environment: Annotated[str, Named(("calculator",))] | None = Field(
         None,
@@ -48,10 +56,31 @@ class TaskSpec(Section):
             raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
         return self
 
+    @model_validator(mode="after")
+    def _answer_goes_with_labels(self) -> TaskSpec:
+        if self.answer is not None and not self.by_label:
+            raise ValueError("`answer` says what labels are, and this task's reward reads none; leave it out")
+        return self
+
+    @property
+    def by_label(self) -> bool:
+        """Whether an answer is compared with the prompt's label by the built-in reward."""
+        return self.reward == "label" or (self.reward is None and self.family == "jsonl")
+
     @property
     def tags_its_prompts(self) -> bool:
         """Whether `Prompt.task` is the prompts' own affair, and not the family's name."""
         return self.family == "jsonl" or is_own(self.family)
+
+
+class RewardConfig(Section):
+    """The processes that score answers: what one answer may take. Whatever takes more scores 0 and is counted."""
+
+    timeout_s: float = Field(5.0, gt=0.0, le=3600.0, description="seconds that scoring one answer may take")
+    memory_mib: int = Field(
+        2048, ge=512, description="address space of a scoring process, in MiB; code of your own has no limit"
+    )
+    processes: int = Field(2, ge=1, le=256, description="most scoring processes; code of your own has one of its own")
 
 
 class TrainConfig(Section):
@@ -112,6 +141,7 @@ class Sections(Section):
         min_length=1,
         description="training and evaluation tasks",
     )
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     tandem: TandemConfig = Field(default_factory=TandemConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     opd: OpdConfig = Field(default_factory=OpdConfig)

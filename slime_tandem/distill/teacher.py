@@ -22,6 +22,7 @@ from slime_tandem.distill.alignment import Aligner, Alignment, Bridge, TeacherTe
 from slime_tandem.distill.candidates import (
     ExactQuery,
     SameTokens,
+    ask_each,
     exact_log_probs,
     gather_candidates,
     gather_lists,
@@ -115,15 +116,17 @@ class Teacher:
         sent = [i for i in range(len(plans)) if i not in out]
         gate = asyncio.Semaphore(self.concurrency)
 
-        async def ask(part: Sequence[int]) -> list[GenerateResult]:
+        async def ask(part: Sequence[int]) -> list[GenerateResult | TeacherScoreError]:
             async with gate:
-                return await self.engine.generate([plans[i].request for i in part])
+                return await ask_each(self.engine, [plans[i].request for i in part])
 
         parts = [sent[at : at + self.max_batch] for at in range(0, len(sent), self.max_batch)]
         answers = await asyncio.gather(*(ask(part) for part in parts))
         views: dict[int, _View] = {}
         for i, result in zip(sent, (r for rs in answers for r in rs), strict=True):
             try:
+                if isinstance(result, TeacherScoreError):
+                    raise result
                 top = student_top[i] if student_top is not None else None
                 views[i] = self._read(samples[i], plans[i], result, scoring, top)
             except TeacherScoreError as error:

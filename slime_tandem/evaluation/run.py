@@ -28,6 +28,7 @@ from slime_tandem.evaluation.figures import (
 )
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
 from slime_tandem.models.tokenizer import require_same_tokenizer
+from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids, rule_of
@@ -84,7 +85,7 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
                 "null for `slime-tandem eval`, whose figures are of responses of one turn",
                 "leave it out; `train` evaluates with it",
             )
-    tasks = TaskSet(config.tasks, config.seed)
+    tasks = TaskSet(config.tasks, config.seed, config.reward)
     prompts = tasks.heldout_prompts(config.eval.prompts)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
     roster = Roster(config)
@@ -207,7 +208,7 @@ def _write(
 
 
 def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
-    return [tasks.correct(s.prompt, s.text) for s in samples]
+    return [v.reward >= RIGHT_REWARD for v in tasks.verdicts([(s.prompt, s.text) for s in samples])]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import yaml
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName
+from slime_tandem.config.load import load_yaml
 from slime_tandem.errors import ConfigError, RunDirError
 from slime_tandem.extensions import is_own
 from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
@@ -189,7 +189,7 @@ class Suite:
 
 
 def _bank_of(override: str, run: str) -> str:
-    folder = yaml.safe_load(override.partition("=")[2])
+    folder = load_yaml(override.partition("=")[2])
     own = isinstance(folder, str) and Path(folder).is_absolute()
     return f"opd.token_bank_dir={json.dumps(str(Path(folder) / run))}" if own else override
 

@@ -10,13 +10,13 @@ Ends of turn come from the folder's generation_config.json; a bare file is asked
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import ModelError
+from slime_tandem.files import parse_json
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import load_tokenizer, read_json_object
 from slime_tandem.models.tokenizer import eos_ids_of
@@ -137,9 +137,9 @@ def sample_ids(tokenizer: TextTokenizer, text: str) -> Sequence[int]:
 def load_response(line: str, where: str) -> list[int]:
     """A JSON list of ids, for responses that no encoder would write; raises ModelError otherwise."""
     try:
-        ids = json.loads(line)
+        ids = parse_json(line)
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ValueError("not a list of whole numbers")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError(where, line[:60], f"a JSON list of token ids ({error})", "e.g. [1, 2, 3]") from None
     return ids

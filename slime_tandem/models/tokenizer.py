@@ -12,6 +12,7 @@ from typing import Any
 
 from slime_tandem.errors import ModelError, TokenizerMismatchError
 from slime_tandem.models.hf import load_tokenizer, read_json_object, read_model_config
+from slime_tandem.models.template_probe import LIMITS, MOST_CHARACTERS, is_bounded
 from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes, encode_exact
 from slime_tandem.types import Message
@@ -34,6 +35,20 @@ _OURS = frozenset(
 """Parameters of `apply_chat_template` that are no variables of a template."""
 
 
+def _check_bounded(folder: Path, hf: Any) -> None:
+    """Raise ModelError for a chat template that does not come to an end, before it is rendered in this process."""
+    templates = hf.chat_template.values() if isinstance(hf.chat_template, Mapping) else [hf.chat_template]
+    variables = tuple(sorted((k, v) for k, v in hf.special_tokens_map.items() if isinstance(v, str)))
+    if not all(is_bounded(str(template), variables) for template in templates):
+        raise ModelError(
+            "chat template",
+            str(folder),
+            f"a template that renders a few short turns within {LIMITS.timeout_s:g} s, {LIMITS.memory_mib} MiB and "
+            f"{MOST_CHARACTERS} characters",
+            "mend chat_template.jinja or tokenizer_config.json",
+        )
+
+
 @dataclass(frozen=True)
 class ModelTokenizer:
     """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
@@ -51,6 +66,7 @@ class ModelTokenizer:
         hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if not hf.chat_template:
             raise ModelError("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
+        _check_bounded(folder, hf)
         tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf)), hf)
         tokenizer.render([Message("user", "probe")])  # a broken template is refused now, not in the middle of a run
         return tokenizer

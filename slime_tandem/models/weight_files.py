@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 
 from slime_tandem.errors import ModelError
+from slime_tandem.files import is_file_name, read_json, record_of
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, str] = Field(min_length=1)
 
 
 def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
@@ -26,12 +31,12 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
             remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
         raise ModelError("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy)
     try:
-        weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew") from error
+        weight_map = record_of(_Index, read_json(path / _INDEX)).weight_map
+    except (ValueError, OSError) as error:
+        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
+    files = sorted(set(weight_map.values()))
     for file in files:
-        if Path(file).name != file or not (path / file).is_file():
+        if not is_file_name(file) or not (path / file).is_file():
             raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
     return [path / file for file in files], frozenset(weight_map)
 

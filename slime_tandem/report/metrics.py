@@ -68,6 +68,20 @@ _TABLE = (
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
     _step("rollout/failed_samples", "samples", "sum over the step", "down", "responses that could not be written"),
+    _step(
+        "reward/timeouts",
+        "responses",
+        "sum over the step",
+        "down",
+        "responses whose scoring took longer than reward.timeout_s; their reward is 0",
+    ),
+    _step(
+        "reward/errors",
+        "responses",
+        "sum over the step",
+        "down",
+        "responses whose scoring went past another limit (memory, length, a process that died twice); their reward is 0",
+    ),
     _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the senior wrote"),
     _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the junior wrote"),
     _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),
@@ -295,6 +309,10 @@ _TABLE = (
     _eval("eval/teacher_kl", "nats", "token mean", "down", "opd/teacher_kl on the held-out tandem responses"),
     _eval("eval/coverage", "fraction", "ratio of sums", "up", "opd/coverage on the held-out tandem responses"),
     _eval("eval/response_tokens_mean", "tokens", "sample mean", "none", "length of the held-out tandem responses"),
+    _eval(
+        "eval/reward_timeouts", "responses", "sum over the step", "down", "reward/timeouts of the held-out responses"
+    ),
+    _eval("eval/reward_errors", "responses", "sum over the step", "down", "reward/errors of the held-out responses"),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _TABLE})

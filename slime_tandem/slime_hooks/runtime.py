@@ -101,7 +101,7 @@ class Runtime:
             for author, engine in self.engines.items()
         }
         try:
-            response = await write_one(writer, engines, environment=self.roster.environments)
+            response = await write_one(writer, engines, environment=self.roster.environments, aborted=self.aborted)
         except EngineUnavailableError:
             raise
         except EngineError as error:
@@ -109,7 +109,12 @@ class Runtime:
                 raise
             wire.put_failure(sample, str(error), writer.prompt_ids, self.roster.student.end_of_turn)
             return
-        wire.put_response(sample, response, junior_weight=self.roster.config.tandem.junior_token_loss_weight)
+        wire.put_response(
+            sample,
+            response,
+            junior_weight=self.roster.config.tandem.junior_token_loss_weight,
+            eos_ids=self.roster.student.tokens.eos_ids,
+        )
 
     def _shared(self, engine: Engine) -> Engine:
         # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.

@@ -11,7 +11,7 @@ own objects, taken as they come: nothing here imports slime.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +44,8 @@ RECORD = "slime_tandem"
 """The key of `sample.metadata` under which a response's record stands."""
 SCORES = "slime_tandem_scores"
 """The same for what the teachers said of it."""
+PROBLEM = "slime_tandem_reward"
+"""The same for the limit that scoring its response went past: `timeout` or `error`."""
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
 
@@ -203,6 +205,30 @@ def normalise(channels: Tensor, totals: StepTotals, reduction: Reduction = "toke
 # ---- a response in a sample ----
 
 
+def groups_of(samples: Sequence[Any]) -> list[int]:
+    """The group of each sample: slime's `group_index`; where that is None, those of one prompt are one (numbers below 0).
+
+    Raises DataError for a sample with neither: whom it is to be compared with is nobody's to guess.
+    """
+    prompts: dict[str, int] = {}
+    groups = []
+    for sample in samples:
+        if sample.group_index is not None:
+            groups.append(sample.group_index)
+            continue
+        raw = (sample.metadata or {}).get(MESSAGES) or sample.prompt
+        identity = raw or list(sample.tokens[: len(sample.tokens) - sample.response_length])
+        if not identity:
+            raise DataError(
+                f"group_index of sample {sample.index}",
+                None,
+                "a group, or a prompt by which its group is known",
+                "let the data source number the groups",
+            )
+        groups.append(prompts.setdefault(repr(identity), -1 - len(prompts)))
+    return groups
+
+
 def prompt_of(sample: Any) -> Prompt:
     """Our view of a slime sample's prompt; no messages where only rendered text is known.
 
@@ -213,15 +239,16 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES)}
+    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES, PROBLEM)}
     label = None if sample.label is None else str(sample.label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 
 
-def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -> None:
+def put_response(sample: Any, response: TandemSample, *, junior_weight: float, eos_ids: Collection[int] = ()) -> None:
     """Fill a slime sample with a response: its own fields, and the record. An aborted one can be resumed from it.
 
     slime's loss mask is 1 where a token carries policy gradient, so that slime's own losses and means do what they say.
+    `eos_ids`: which tokens end a turn (a response may also end with a stop string).
     """
     status = type(sample).Status
     R = len(response.response_ids)
@@ -239,6 +266,7 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -
     sample.metadata[RECORD] = {
         "key": [key.seed, key.rollout_id, key.sample_index],
         "finish_reason": response.finish_reason,
+        "ends_turn": bool(response.response_ids) and response.response_ids[-1] in eos_ids,
         "authorship_mask": list(response.authorship_mask),
         "log_probs": list(response.log_probs),
         "senior_log_probs": list(response.senior_log_probs),
@@ -263,6 +291,11 @@ def failure_of(sample: Any) -> str | None:
     """Why a sample's response could not be written; None for one that was."""
     reason = (sample.metadata or {}).get(RECORD, {}).get("failed")
     return None if reason is None else str(reason)
+
+
+def ends_turn(sample: Any) -> bool:
+    """Whether a response's last token is an end of turn."""
+    return bool((sample.metadata or {}).get(RECORD, {}).get("ends_turn"))
 
 
 def response_of(sample: Any, seed: int = 0) -> TandemSample:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError, EnvironmentTimeoutError
-from slime_tandem.extensions import find
+from slime_tandem.extensions import find, said
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
@@ -148,8 +148,7 @@ class Environments:
                 expected = f"an answer within engine.environment_timeout_s={self.timeout_s:g}"
                 remedy = "mend the function, raise the limit, or set sampling.on_failed_sample=drop_sample"
                 raise EnvironmentTimeoutError(where, "none", expected, remedy) from None
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(where, why, "messages or None", "mend the function") from error
+            raise DataError(where, said(error), "messages or None", "mend the function") from error
         if messages is None:
             return None
         if not isinstance(messages, Sequence) or not all(map(_is_message, messages)):

@@ -9,8 +9,8 @@ from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.scorer import Scorer, ScorerEngine, TokenizerOfScorer
 from slime_tandem.distill.selection import find_ranker
 from slime_tandem.distill.teacher import Teacher, check_teacher
-from slime_tandem.errors import ConfigError, TandemError
-from slime_tandem.extensions import find
+from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import find, made
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.objective.divergence import find_divergence
 
@@ -35,13 +35,7 @@ def own_teacher(spec: TeacherSpec, student: ModelTokenizer, config: RunConfig) -
     assert spec.scorer is not None
     field = f"opd.teachers, {spec.name}: scorer"
     make: Callable[[TeacherSpec, ModelTokenizer], object] = find(spec.scorer, {}, field)
-    try:
-        scorer = make(spec, student)
-    except TandemError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(field, spec.scorer, f"one that can be made ({why})", "mend it") from error
+    scorer = made(make, spec, student, field=field, name=spec.scorer)
     if not isinstance(scorer, Scorer) or not isinstance(scorer.tokenizer, TokenizerOfScorer):
         expected = "something that makes a scorer (`tokenizer` and `log_probs`)"
         raise ConfigError(field, spec.scorer, expected, "see docs/extending.md")

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TeacherScoreError
-from slime_tandem.files import require_place, whole_file
+from slime_tandem.files import parse_json, require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -86,6 +87,7 @@ def score_file(job: ScoreJob) -> ScoreResult:
         url = job.teacher_url
         try:
             if url is None:
+                job = replace(job, api_key=job.api_key or secrets.token_urlsafe(32))
                 options = ServeOptions(
                     dtype=job.dtype, threads=os.cpu_count() or 1, api_key=job.api_key, trust_remote_code=trust
                 )
@@ -186,9 +188,8 @@ def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, T
 def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple[Any, TandemSample]:
     example = 'e.g. {"prompt": "2 + 2 =", "response": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict) or not set(row) <= set(_KEYS):
         known = f"a JSON object with keys among {', '.join(_KEYS)}"

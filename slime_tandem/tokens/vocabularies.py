@@ -73,7 +73,7 @@ def parse_tekken(data: bytes) -> TokenBytes:
             if listed is None
             else {int(t["rank"]): str(t["token_str"]) for t in listed}
         )
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error) as error:
         raise _refuse(data[:20], f"a Tekken vocabulary ({error!r})", "use the model's tekken.json") from None
     # Ranks past the vocabulary size belong to no id (mistral-common cuts them off too: _reload_mergeable_ranks).
     pieces = {offset + rank: piece for rank, piece in ranked.items() if rank < room}

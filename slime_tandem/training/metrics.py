@@ -11,18 +11,18 @@ import numpy as np
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
-from slime_tandem.tasks.families import TaskSet
+from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.types import ScoredSample
 
 
-def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: frozenset[int]) -> dict[str, float | None]:
+def rollout_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:
     """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure.
 
     `eos_ids` are the senior's ends of turn.
     """
     metrics: dict[str, float | None] = {
         **response_metrics(scored),
-        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
+        "rollout/accuracy": float(np.mean([s.reward >= RIGHT_REWARD for s in scored])),
     }
     metrics.update(teacher_metrics(scored, eos_ids))
     return metrics

@@ -279,7 +279,8 @@ def test_what_a_failed_start_leaves_does_not_stop_overwrite(
         (("--port", "-1"), "port=-1"),
         (("--port", "0", "--cache-tokens", "0"), "cache_tokens=0"),
         (("--port", "0", "--threads", "99999999999999"), "threads=99999999999999"),
-        (("--port", "0", "--host", "192.0.2.1"), "host='192.0.2.1:0'"),
+        (("--port", "0", "--host", "192.0.2.1"), "host='192.0.2.1'"),
+        (("--port", "0", "--host", "0.0.0.0"), "--api-key-env"),
         (("--port", "0", "--api-key-env", "NO_SUCH_KEY_X"), "--api-key-env='NO_SUCH_KEY_X'"),
     ],
 )

@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_tandem.config import RunConfig
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.report.metrics import METRICS
-from slime_tandem.tasks.families import TaskSet
 from slime_tandem.training.metrics import response_metrics, rollout_metrics, teacher_metrics
 from slime_tandem.types import AlignedScores, AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample
 
@@ -82,9 +80,7 @@ def test_without_a_teacher_every_name_is_there_and_nothing_is_measured() -> None
 
 
 def test_the_names_stand_in_the_table() -> None:
-    tasks = TaskSet(RunConfig().tasks, 0)
-    wrong = scored((5, EOS), (1, 1), mask=(1, 1))
-    wrong = replace(wrong, sample=replace(wrong.sample, prompt=tasks.train_prompts(0, 1)[0]))
-    found = rollout_metrics([wrong], tasks, frozenset({EOS}))
-    assert found["rollout/accuracy"] == 0.0
+    half = replace(scored((5, EOS), (1, 1), mask=(1, 1)), reward=0.5)
+    found = rollout_metrics([half, replace(half, reward=1.0)], frozenset({EOS}))
+    assert found["rollout/accuracy"] == 0.5, "part marks are no accuracy"
     assert found.keys() <= METRICS.keys()

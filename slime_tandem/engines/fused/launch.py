@@ -23,7 +23,7 @@ from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
 from slime_tandem.engines.processes import ChildServer
 from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
-from slime_tandem.engines.sglang import free_port
+from slime_tandem.engines.sglang import free_port, refuse_key_flags
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import weight_names
 
@@ -244,7 +244,7 @@ class FusedServer(ChildServer):
     """A fused SGLang server as a child process.
 
     `tables` are the boundary sets that requests may name. Of `options` it takes host, port, dtype, threads (OpenMP's, of each
-    process), key and trust; ConfigError for others. Raises ConfigError and ModelError before it starts.
+    process), key and trust; ConfigError for others. Raises ConfigError, DataError and ModelError before it starts.
     """
 
     # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
@@ -263,6 +263,8 @@ class FusedServer(ChildServer):
     ) -> None:
         super().__init__(senior, options, log_file=log_file, start_timeout_s=start_timeout_s)
         options.only("host", "port", "dtype", "threads", "api_key", "trust_remote_code", server="FusedServer")
+        options.require_key()
+        refuse_key_flags(sglang.args, "engine.sglang_args")
         self.senior, self.junior = Path(senior), Path(junior)
         self._python = sglang_python(sglang.python)
         self._cuda = bool(preflight(self._python, allow_unknown_version=sglang.allow_unknown_version)["cuda"])
