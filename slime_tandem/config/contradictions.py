@@ -47,12 +47,23 @@ BEFORE_MISUSE: tuple[Rule, ...] = (
     ),
     Rule(
         "opd.enabled",
-        lambda c: c.opd.enabled and (c.sampling.temperature != 1.0 or c.sampling.truncates),
+        lambda c: c.opd.enabled and (c.sampling.temperature == 0.0 or c.sampling.truncates),
         lambda c: (
-            "sampling.temperature=1, top_p=1, top_k=-1, min_p=0, because the teacher scores its full distribution at "
-            "temperature 1"
+            "sampling.temperature above 0, top_p=1, top_k=-1, min_p=0, because the teacher scores its full distribution"
         ),
         "set these, or opd.enabled=false",
+    ),
+    Rule(
+        "opd.teacher_temperature",
+        lambda c: c.opd.enabled and c.opd.teacher_temperature == "rollout" and c.opd.list_length > 0,
+        lambda c: "1 with a selection or a bank of tokens, whose lists of the student are at temperature 1",
+        "set it",
+    ),
+    Rule(
+        "opd.teacher_temperature",
+        lambda c: c.opd.teacher_temperature == "rollout" and any(t.scorer is not None for t in c.opd.teachers),
+        lambda c: "1 with a teacher by `scorer`, which says itself what it scores",
+        "set it, or give that teacher a model",
     ),
     Rule(
         "sampling.truncation_replay",

@@ -198,6 +198,12 @@ class OpdConfig(Section):
         description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon); given to "
         "a signal of your own, too",
     )
+    teacher_temperature: Literal[1, "rollout"] = Field(
+        1,
+        description="temperature of the teacher's distribution: 1, so that the policy at sampling.temperature comes to the teacher "
+        "itself, or rollout, the same for both (embedded servers alone; SGLang scores at 1 whatever it is asked) "
+        "(docs/distillation.md)",
+    )
     position_discount: float = Field(
         1.0, gt=0.0, le=1.0, description="weight of response position t is this to the power t; 1: all alike"
     )

@@ -1,7 +1,8 @@
 """One teacher scores what the policy sampled: render, ask the engine, align to the student's positions.
 
 The teacher reads the raw messages through its own chat template and the response in its own ids (`alignment.Aligner.write`);
-its log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
+its log-probs are those of its full distribution at `temperature`, 1 (SGLang scores inputs that way, slime #2085, #2319) or the
+rollout's. An answer
 that is short, missing a value or not finite fails that sample with a reason; the caller decides what a failed sample means.
 It does not know other teachers (`panel.py`), nor which tokens are trained on (`opd_mask.py`).
 """
@@ -72,7 +73,8 @@ class Teacher:
     with the generation prompt; `encode(text)` the ids of plain text without special tokens; `bridge(messages)` the ids
     that its template puts from the end of one assistant turn over these messages to the begin of the next (None: messages
     between turns are read as the student's text). `max_batch` sequences travel per HTTP request, `concurrency` requests
-    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known. `tasks`:
+    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known; `temperature` of
+    its distribution. `tasks`:
     the task tags that it is for, None for all that no other teacher names; `weight` among several teachers of one sample.
     """
 
@@ -87,6 +89,7 @@ class Teacher:
     max_batch: int = 128
     concurrency: int = 4
     max_tokens: int | None = None
+    temperature: float = 1.0
 
     @cached_property
     def same_tokens(self) -> SameTokens:
@@ -165,7 +168,9 @@ class Teacher:
         of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
         if scoring.support != "teacher" or cross:
             queries = [v.of_teacher(self.same_tokens) for v in views]
-            of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
+            of_teacher = await exact_log_probs(
+                self.engine, queries, role=self.name, max_batch=self.max_batch, temperature=self.temperature
+            )
         if cross:
             assert senior is not None, "cross-scores are the senior's, too"
             queries = [v.of_student(self.same_tokens) for v in views]
@@ -218,6 +223,7 @@ class Teacher:
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
             top_logprobs_num=scoring.widest,
+            input_temperature=self.temperature,
         )
         return _Plan(request, prompt, text)
 

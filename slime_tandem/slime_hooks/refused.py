@@ -224,6 +224,13 @@ _LOSS = (
 
 _OBJECTIVE = (
     Rule(
+        f"{KEY}.opd.teacher_temperature",
+        "1 under slime: SGLang scores given tokens at temperature 1 whatever it is asked (slime #2319)",
+        "set opd.teacher_temperature=1",
+        wrong=lambda value, _: value != 1,
+        when=lambda job: job.config.opd.enabled,
+    ),
+    Rule(
         f"{KEY}.objective.kl_in",
         "loss under slime: rewards are final, and centred by group, before the trainer scores anything",
         "set objective.kl_in=loss",

@@ -294,6 +294,7 @@ class Roster:
             max_batch=self.config.engine.max_batch,
             concurrency=opd.concurrency,
             max_tokens=_max_tokens(self.folders[role], info),
+            temperature=self.config.sampling.temperature if opd.teacher_temperature == "rollout" else 1.0,
         )
         with _of_role(role):
             if url := self.members[role].url:
