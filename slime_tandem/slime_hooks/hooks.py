@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, EngineError
-from slime_tandem.objective.advantages import clip_advantages, group_advantages
+from slime_tandem.objective.advantages import clip_advantages, group_advantages, reward_histograms
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
@@ -130,7 +130,10 @@ def log_rollout(
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
         eos = frozenset(s.tokens[-1] for s in written if wire.ends_turn(s))
-        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)})
+        tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
+        by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
+        measured = {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)}
+        _report(args, rollout_id, {**measured, **by_task})
     return False
 
 

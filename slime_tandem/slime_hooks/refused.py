@@ -224,6 +224,12 @@ _LOSS = (
 
 _OBJECTIVE = (
     Rule(
+        f"{KEY}.train.epochs_per_step",
+        "1 under slime: its trainer passes over a rollout once",
+        "set train.epochs_per_step=1; train.updates_per_step cuts a rollout into several updates",
+        wrong=lambda value, _: value != 1,
+    ),
+    Rule(
         f"{KEY}.opd.teacher_temperature",
         "1 under slime: SGLang scores given tokens at temperature 1 whatever it is asked (slime #2319)",
         "set opd.teacher_temperature=1",
