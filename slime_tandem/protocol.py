@@ -62,7 +62,8 @@ class GenerateRequest:
     output log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids
     come along; only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores:
     its answer then lacks them). `input_temperature`: the temperature of the input
-    log-probs; 1 is every server's, another travels in `custom_params`, too, and only the embedded server obeys. `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
+    log-probs; 1 is every server's, another travels in `custom_params`, too, and only the embedded server obeys.
+    `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
     understands it.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]

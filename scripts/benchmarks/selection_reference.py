@@ -5,10 +5,10 @@
 
 `opd.selection.rules=reference` is compared with `restated` below, which was written from a description of the published code
 alone and shares no function with the package: it orders by repeated search of the best, builds sets entry by entry, and draws
-with numpy's Mersenne Twister in the place of Python's. Of each batch are compared: all raw and normalised scores (as bits), the
-quadrant, and the mask of one selector. A batch is made from its number: up to five responses of up to twelve tokens, lists of up
-to eight entries that share some ids, masked tokens, ties (coarse values), empty lists, exact masses, every normalisation, compatibility,
-selector, ratio, gamma, least per response and draw counter. The last line is JSON: batches, differences, seconds.
+with numpy's Mersenne Twister in the place of Python's. Of each batch are compared: all raw and normalised scores (as bits)
+and the mask of one selector. A batch is made from its number: up to five responses of up to twelve tokens, lists of up to eight
+entries that share some ids, masked tokens, ties (coarse values), empty lists, exact masses, every normalisation, compatibility and
+selector, ratios, gammas, least per response and draw counters. The last line is JSON: batches, differences, seconds.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def restated(batch: Batch) -> tuple[dict[str, list[float]], list[bool]]:
         row |= {"dlearn": d * c, "dincompat": d * (1.0 - c), "tip": h + d - h * d, "soft": h + dc - h * dc}
         row["split"] = (1.0 - h) * dc
     kept = chosen(rows, s, batch.counter)
-    shown = {name: [float(r[name]) for r in rows] for name in ("h", "d", "r", "bc", "overlap", "mass", "prefix", *"HDC", "DC")}
+    shown = {
+        name: [float(r[name]) for r in rows]
+        for name in ("h", "d", "r", "bc", "overlap", "mass", "prefix", *"HDC", "DC")
+    }
     return shown, [i in kept for i in range(len(rows))]
 
 
@@ -169,7 +172,9 @@ def spread(values: list[float]) -> float:
     if not total > 0:
         return 0.0
     parts = [x / total for x in values]
-    return -math_sum([x * math.log(x if x > TINY else TINY) for x in parts]) / math.log(2 if len(parts) < 2 else len(parts))
+    return -math_sum([x * math.log(x if x > TINY else TINY) for x in parts]) / math.log(
+        2 if len(parts) < 2 else len(parts)
+    )
 
 
 def interpolated(ordered: list[float], q: float) -> float:
@@ -264,7 +269,7 @@ def chosen(rows: list[dict[str, Any]], s: SelectionConfig, counter: int) -> set[
     if s.selector == "random":
         out = set(shuffled(open_, s.mask_seed + counter)[:n])
     elif s.selector == "split_budget_ca":
-        half = int(round(n * s.gamma))
+        half = round(n * s.gamma)
         out = take(rows, open_, "H", half)
         out |= take(rows, [i for i in open_ if i not in out], "split", n - half)
     else:
@@ -331,7 +336,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
     started, step = time.monotonic(), 500
-    parts = [(at, min(step, args.first + args.batches - at)) for at in range(args.first, args.first + args.batches, step)]
+    parts = [
+        (at, min(step, args.first + args.batches - at)) for at in range(args.first, args.first + args.batches, step)
+    ]
     found, seen = Counter[str](), Counter[str]()
     with ProcessPoolExecutor(args.workers) as pool:
         for a, b in pool.map(run, *zip(*parts, strict=True)):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""verl's rows (parquet, or JSON lines) as a prompt file: `python scripts/train/prompts_from_verl.py data/eval/aime24/test.parquet OUT.jsonl`.
+"""verl's rows (parquet, or JSON lines) as a prompt file: `python scripts/train/prompts_from_verl.py test.parquet OUT.jsonl`.
 
-Of each row are taken `prompt` (chat messages), `reward_model.ground_truth` (the label) and `data_source` (the task, by which figures
-are reported); everything else stays in `metadata`, as far as JSON holds it. A parquet file needs pyarrow, which is no dependency.
+Of each row are taken `prompt` (chat messages), `reward_model.ground_truth` (the label) and `data_source` (the task, by which
+figures are reported); everything else stays in `metadata`, as far as JSON holds it. Parquet needs pyarrow, no dependency.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = [prompt_row(row, f"{args.source} row {i}") for i, row in enumerate(rows_of(args.source))]
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows), encoding="utf-8")
+    args.output.write_text(
+        "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows), encoding="utf-8"
+    )
     print(f"{len(rows)} prompts in {args.output}")
 
 

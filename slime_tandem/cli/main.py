@@ -15,7 +15,20 @@ import traceback
 from collections.abc import Sequence
 
 from slime_tandem import __version__
-from slime_tandem.cli import align, config, convert, doctor, evaluate, migrate, models, report, score, serve, suite, train
+from slime_tandem.cli import (
+    align,
+    config,
+    convert,
+    doctor,
+    evaluate,
+    migrate,
+    models,
+    report,
+    score,
+    serve,
+    suite,
+    train,
+)
 from slime_tandem.cli.completion import SHELLS, PrintCompletion
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt

@@ -21,7 +21,9 @@ def add(commands: flags.Commands) -> None:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Its arguments and what it does, for `tools/migrate_tandem_config.py`, too."""
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="*.yaml, *.json, *.pt, or text such as *.sh")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="*.yaml, *.json, *.pt, or text such as *.sh"
+    )
     parser.add_argument("--write", action="store_true", help="replace the files, keeping FILE.bak (none: report only)")
     parser.add_argument(
         "--settings",

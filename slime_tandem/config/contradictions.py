@@ -151,9 +151,12 @@ AFTER_MISUSE: tuple[Rule, ...] = (
             "set it, or rules=own",
         )
         for name, only in (
-            ("missing_mass", "fill"), ("denominator", "selected"), ("budget", "batch"), ("divergence", "forward"),
+            ("missing_mass", "fill"),
+            ("denominator", "selected"),
+            ("budget", "batch"),
+            ("divergence", "forward"),
         )
-    ),  # fmt: skip
+    ),
     Rule(
         "opd.selection.selector",
         lambda c: _by_reference(c) and is_own(c.opd.selection.mask),
@@ -162,8 +165,12 @@ AFTER_MISUSE: tuple[Rule, ...] = (
     ),
     Rule(
         "opd.selection.top_k",
-        lambda c: c.opd.list_length == 0 and c.opd.selection.top_k != type(c.opd.selection).model_fields["top_k"].default,
-        lambda c: f"16 (the default) with opd.selection.selector={c.opd.selection.selector!r} and no opd.token_bank_dir",
+        lambda c: (
+            c.opd.list_length == 0 and c.opd.selection.top_k != type(c.opd.selection).model_fields["top_k"].default
+        ),
+        lambda c: (
+            f"16 (the default) with opd.selection.selector={c.opd.selection.selector!r} and no opd.token_bank_dir"
+        ),
         "remove it, choose another selector, or set opd.token_bank_dir",
     ),
     Rule(

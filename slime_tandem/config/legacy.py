@@ -1,6 +1,6 @@
 """A TandemConfig of the first tandem code base as settings of a run: where each of its fields lives now.
 
-Its names are those of the naming authority's target column, or the old ones (`migrate.py` renames them). It reads trees, no files.
+Its names are those of the naming authority's target column, or the old ones (`migrate.py` renames them). It reads no file.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def tandem_settings(tree: Any) -> Found:
     """
     blobs = list(_blobs(migrate_tree(tree)[0]))
     if not blobs:
-        raise ConfigError("TandemConfig", None, "one with junior_model or selection_strategy", "name the file that has it")
+        raise ConfigError(
+            "TandemConfig", None, "one with junior_model or selection_strategy", "name the file that has it"
+        )
     if any(blob != blobs[0] for blob in blobs):
         raise ConfigError("TandemConfig", f"{len(blobs)} that differ", "one", "keep one of them in the file")
     blob, found = blobs[0], Found()
@@ -108,7 +110,9 @@ def tandem_settings(tree: Any) -> Found:
     if strategy == "sentence":  # their sampler alternates there
         found.settings["tandem.author_schedule"] = "alternate"
         if found.settings.pop("tandem.prob_senior", None) is not None:
-            found.notes.append("prob_senior: left out, the authors' sentence strategy alternates (author_schedule: alternate)")
+            found.notes.append(
+                "prob_senior: left out, the authors' sentence strategy alternates (author_schedule: alternate)"
+            )
     if "junior_gpu_devices" in blob:
         found.notes.append("junior_gpu_devices: their number alone; the plan says which GPUs (cluster.*)")
     return found

@@ -1,8 +1,8 @@
 """Renames the field names of the first tandem code base to those in use, in configs, run scripts and checkpoint blobs.
 
 The naming authority's tables, word for word; nothing else is touched. In YAML, JSON and `.pt` files the keys of mappings are
-renamed, and of values what is no plain word: metric names, overrides (`a.b=1`) and code. In run scripts, code and other text every
-whole word. Each change is reported with its place; `left_alone` lists what looks like an old name and is in no table, or could be
+renamed, of values what is no plain word: metric names, overrides (`a.b=1`), code. In run scripts, code and other text every whole
+word. Each change is reported with its place; `left_alone` lists what looks like an old name and is in no table, or could be
 anything (`primary`, a value that is one word). What the settings of these names are here is `legacy.py`'s.
 """
 
@@ -303,7 +303,7 @@ def _depth(line: str) -> int:
 
 
 def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[str, str]]]:
-    """(changes, what is left alone) of one file, by its kind: .json, .yaml, .pt (tensors and plain values; read safely), else text.
+    """(changes, what is left alone) of a file, by its kind: .json, .yaml, .pt (tensors and plain values; read safely), text.
 
     With `write`, a changed file is replaced and the old one kept as `<name>.bak`, which must not exist yet. Raises ConfigError.
     """

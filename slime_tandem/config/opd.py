@@ -126,8 +126,8 @@ class SelectionConfig(Section):
     )
     exact_cmass: bool = Field(
         False,
-        description="rules reference: C is the teacher's exact mass on the student's list (published: --opd-exact-cmass), not what "
-        "the teacher's own list tells of it",
+        description="rules reference: C is the teacher's exact mass on the student's list (published: --opd-exact-cmass), not "
+        "what the teacher's own list tells of it",
     )
     mask_seed: int = Field(
         42,
@@ -200,8 +200,8 @@ class OpdConfig(Section):
     )
     teacher_temperature: Literal[1, "rollout"] = Field(
         1,
-        description="temperature of the teacher's distribution: 1, so that the policy at sampling.temperature comes to the teacher "
-        "itself, or rollout, the same for both (embedded servers alone; SGLang scores at 1 whatever it is asked) "
+        description="temperature of the teacher's distribution: 1, so that the policy at sampling.temperature comes to the "
+        "teacher itself, or rollout, the same for both (embedded servers alone; SGLang scores at 1 whatever it is asked) "
         "(docs/distillation.md)",
     )
     position_discount: float = Field(
@@ -232,9 +232,9 @@ class OpdConfig(Section):
     )
     token_bank_dir: str | None = Field(
         None,
-        description="write every token's scores of each rollout there, a file a rollout, in TA-OPD's published columns (H, D, C "
-        "by its definitions, and whether the token was kept); asks both sides for lists of selection.top_k; a relative path is "
-        "below the run's folder",
+        description="write every token's scores of each rollout there, a file a rollout, in TA-OPD's published columns (H, D, "
+        "C by its definitions, and whether the token was kept); asks both sides for lists of selection.top_k; a relative path "
+        "is below the run's folder",
     )
     token_bank_format: Literal["csv", "jsonl"] = Field("csv", description="format of these files")
     token_bank_raw_topk: bool = Field(False, description="with both sides' lists in them")

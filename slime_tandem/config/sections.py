@@ -110,8 +110,8 @@ class EvalConfig(Section):
     )
     whole_files: bool = Field(
         False,
-        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, which nothing is trained on; false: "
-        "`prompts` of the held-out tenth",
+        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, which nothing is trained on; "
+        "false: `prompts` of the held-out tenth",
     )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")

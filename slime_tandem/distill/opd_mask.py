@@ -48,8 +48,8 @@ def opd_mask(
 
     A usable token whose lists share no entry with a counterpart on both sides cannot be scored: it is masked and counted
     (`selection/masked_tokens`). Without usable tokens everything is masked. `banks_before`: how many rollouts have written
-    a bank of their tokens, with which the published rules' draws advance. Raises DataError where lists are missing for a selector that needs them, and
-    for responses of several rollouts.
+    a bank of their tokens, with which the published rules' draws advance. Raises DataError where lists are missing for a
+    selector that needs them, and for responses of several rollouts.
     """
     lengths, tokens = [len(u) for u in usable], token_keys(keys, usable)
     able = np.concatenate([*usable, np.zeros(0, dtype=np.bool_)])
@@ -107,9 +107,7 @@ def token_keys(keys: Sequence[SampleKey], usable: Sequence[BoolArray]) -> TokenK
     )
 
 
-def joined_lists(
-    lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig
-) -> TopLists:
+def joined_lists(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig) -> TopLists:
     """The lists of all responses one below the other [N, K]; a response without usable tokens needs none."""
     k, cross = settings.top_k, settings.asks_cross
     parts: list[TopLists] = []

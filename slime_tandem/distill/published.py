@@ -102,7 +102,10 @@ class PublishedScores:
 def published_scores(lists: TopLists, keys: TokenKeys, settings: SelectionConfig) -> PublishedScores:
     """Score and normalise all tokens [N] of a rollout, one without lists as zeros, as the published code has them."""
     sequence = keys.sequence.tolist()
-    columns = [_entries(lists.student_ids, lists.student_log_probs), _entries(lists.teacher_ids, lists.teacher_log_probs)]
+    columns = [
+        _entries(lists.student_ids, lists.student_log_probs),
+        _entries(lists.teacher_ids, lists.teacher_log_probs),
+    ]
     exact: list[Entries] = [{} for _ in sequence]
     if settings.exact_cmass and lists.teacher_on_student is not None:
         exact = _within_limit(columns[0], _entries(lists.student_ids, lists.teacher_on_student), sequence)
@@ -141,7 +144,7 @@ def published_choice(
     budget = max(1, math.ceil(len(open_) * settings.ratio))
     if selector == "random":
         shuffled = list(open_)
-        random.Random(settings.mask_seed + counter).shuffle(shuffled)
+        random.Random(settings.mask_seed + counter).shuffle(shuffled)  # noqa: S311 - the published generator
         chosen = set(shuffled[:budget])
     elif selector == "split_budget_ca":
         by_entropy = max(0, min(budget, round(budget * settings.gamma)))

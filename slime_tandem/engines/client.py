@@ -481,8 +481,8 @@ class EngineClient:
             raise EngineRejectedError(
                 f"{self.role} engine {self.base_url} {where}",
                 "input log-probs at temperature 1",
-                f"those at temperature {request.input_temperature:g}, which an embedded server (`slime-tandem serve`) computes and "
-                "SGLang does not",
+                f"those at temperature {request.input_temperature:g}, which an embedded server (`slime-tandem serve`) "
+                "computes and SGLang does not",
                 "set opd.teacher_temperature=1, or use an embedded server",
             )
 

@@ -127,9 +127,8 @@ def set_figures(part: Part, correct: Sequence[bool], sets: Sequence[str], chains
         values = _pass(correct, chains, k)
         for number, name in enumerate(names):
             mine = (of == number).astype(np.float64)
-            out.append(
-                Figure(f"{part}/{name}/pass@{k}", f"pass@{k}, {name}", "fraction", Ratio(values * mine, mine, "no prompt of it"))
-            )
+            ratio = Ratio(values * mine, mine, "no prompt of it")
+            out.append(Figure(f"{part}/{name}/pass@{k}", f"pass@{k}, {name}", "fraction", ratio))
         weights = len(of) / (len(names) * sizes[of])
         out.append(Figure(f"{part}/macro/pass@{k}", f"pass@{k}, mean of the sets", "fraction", Ratio(values * weights)))
     return out

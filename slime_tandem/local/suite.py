@@ -1,8 +1,8 @@
 """Many methods over many seeds from one base configuration: a suite, which can be stopped and gone on with at any time.
 
 A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `teachability:0.10:20`. For distillation methods
-(any selector or alias of `opd.selection.selector`, a name of the published scripts (`METHOD_NAMES`), or a selector of one's own,
-`module:attribute`) the number is the share of tokens that is kept; `pure_opd` and its names keep all, whatever the number, as
+(any selector or alias of `opd.selection.selector`, a name of the published scripts (`METHOD_NAMES`), or a selector of one's
+own, `module:attribute`) the number is the share of tokens that is kept; `pure_opd` and its names keep all, whatever the number, as
 published. For tandem methods it is
 `tandem.prob_senior`: `solo_grpo:1.0:10`, `tandem_word:0.5:20`, `tandem_sentence`, `tandem_bernoulli`, `tandem_chunk`,
 `tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
@@ -110,7 +110,11 @@ class Method:
         ['tandem.enabled=true', 'tandem.selection_strategy=word', 'tandem.prob_senior=0.25']
         """
         if self.name not in _TANDEM:
-            out = ["opd.enabled=true", f"opd.selection.selector={self.selector}", f"opd.selection.ratio={self.number:.15g}"]
+            out = [
+                "opd.enabled=true",
+                f"opd.selection.selector={self.selector}",
+                f"opd.selection.ratio={self.number:.15g}",
+            ]
             return out if self.keeps_all else [*out, f"opd.selection.top_k={top_k}"]
         out = ["opd.enabled=false", "objective.reward_coef=1.0"]
         strategy = self.name.removeprefix("tandem_")

@@ -90,7 +90,7 @@ _TABLE = (
         "tokens",
         "sample mean",
         "none",
-        "tokens over changes of author plus one, of each response, as the authors' code has it: short responses count as long ones",
+        "tokens over changes of author plus one, of each response, as the authors' code has it",
     ),
     _step("tandem/tokens_per_stretch", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
     _step("tandem/requests_per_token", "requests", "ratio of sums", "down", "engine requests per response token"),

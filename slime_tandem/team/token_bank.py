@@ -45,9 +45,7 @@ class TokenBank:
         """None for a run that writes none."""
         return cls(config) if config.opd.enabled and config.opd.token_bank_dir is not None else None
 
-    def write(
-        self, rollout: int, samples: Sequence[ScoredSample], usable: Sequence[BoolArray], mask: OpdMask
-    ) -> None:
+    def write(self, rollout: int, samples: Sequence[ScoredSample], usable: Sequence[BoolArray], mask: OpdMask) -> None:
         """The tokens of one rollout; its file is replaced if it is there (a resumed run writes it again).
 
         `usable` [R] per response: whether a token might carry the signal. Raises RunDirError.
@@ -56,7 +54,7 @@ class TokenBank:
             return
         rows = list(self._rows(rollout, samples, usable, mask))
         opd, text = self.config.opd, io.StringIO()
-        if opd.token_bank_format == "jsonl":
+        if opd.token_bank_format == "jsonl":  # noqa: S105 - no password
             text.writelines(json.dumps(row) + "\n" for row in rows)
         else:
             _csv(text, rows)
@@ -152,11 +150,13 @@ class TokenBank:
             "opd_budget_mask": s.mask,
             "opd_budget_ratio": s.ratio,
             "opd_budget_gamma": s.gamma,
-            "opd_compat_proxy": {"overlap": "set", "bhattacharyya": "bc", "prefix": "prefix_ema"}.get(s.compatibility, "mass"),
+            "opd_compat_proxy": {"overlap": "set", "bhattacharyya": "bc", "prefix": "prefix_ema"}.get(
+                s.compatibility, "mass"
+            ),
             "opd_metric_normalization": s.normalisation,
             "opd_exact_cmass": s.exact_cmass,
             "rules": s.rules,
-            "notes": "H, D, C are of the published definitions; with rules=own tokens were kept by others (docs/teachability.md).",
+            "notes": "H, D, C by the published definitions; with rules=own tokens were kept by others (docs/teachability.md).",
         }
 
 

@@ -61,7 +61,7 @@ class TrainRow:
 
 
 Bank = Callable[[int, Sequence[ScoredSample], Sequence[BoolArray], OpdMask], None]
-"""Where a rollout's tokens are written: its number, responses, which of their tokens might carry the teacher's signal, and which do."""
+"""Where a rollout's tokens are written: its number, responses, which tokens might carry the teacher's signal, and which do."""
 
 
 def build_rows(
@@ -76,8 +76,9 @@ def build_rows(
 
     A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health.
     `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
-    `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is given
-    what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). Raises TeacherScoreError if a sample failed and `opd.on_failed_sample` is `stop`.
+    `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is
+    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). Raises TeacherScoreError if a
+    sample failed and `opd.on_failed_sample` is `stop`.
     """
     objective = config.objective
     weights = [_weights(s.sample, config.tandem.junior_token_loss_weight) for s in samples]

@@ -83,7 +83,9 @@ class Trainer:
         kl_values: list[Tensor] = []
         guarded = empty = 0
         train = self.config.train
-        for mini in chain.from_iterable(mini_batches(rows, train.updates_per_step) for _ in range(train.epochs_per_step)):
+        for mini in chain.from_iterable(
+            mini_batches(rows, train.updates_per_step) for _ in range(train.epochs_per_step)
+        ):
             if not any(map(self._teaches, mini)):
                 empty += 1
                 continue

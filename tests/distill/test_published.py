@@ -43,12 +43,16 @@ def scores(h: list[float], d: list[float], c: list[float]) -> PublishedScores:
     return PublishedScores([token] * len(h), h, d, c, dc, low, [True] * len(h))
 
 
-def kept(s: PublishedScores, selector: str, positions: list[int], sequence: list[int] | None = None, **more: Any) -> list[int]:
+def kept(
+    s: PublishedScores, selector: str, positions: list[int], sequence: list[int] | None = None, **more: Any
+) -> list[int]:
     settings = SelectionConfig.model_validate(
         {"rules": "reference", "missing_mass": "fill", "min_keep_per_sample": 0, **more}
     )
     keys = TokenKeys(np.array(sequence or [0] * len(positions)), np.array(positions))
-    mask = published_choice(s, np.ones(len(positions), dtype=np.bool_), keys, selector, settings, more.get("counter", 0))
+    mask = published_choice(
+        s, np.ones(len(positions), dtype=np.bool_), keys, selector, settings, more.get("counter", 0)
+    )
     return np.flatnonzero(mask).tolist()
 
 
@@ -96,4 +100,6 @@ def test_what_the_published_code_does_not_have_is_refused() -> None:
             RunConfig.load(overrides=[*base, *wrong])
         assert caught.value.field == named
     with pytest.raises(ConfigError, match="mask_seed"):
-        RunConfig.load(overrides=["opd.selection.selector=random", "opd.selection.ratio=0.1", "opd.selection.mask_seed=7"])
+        RunConfig.load(
+            overrides=["opd.selection.selector=random", "opd.selection.ratio=0.1", "opd.selection.mask_seed=7"]
+        )

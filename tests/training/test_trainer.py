@@ -169,7 +169,9 @@ def test_epochs_pass_over_a_rollout_again(trio) -> None:  # type: ignore[no-unty
         Trainer(once, a, None).update(rows)
     metrics = Trainer(twice, b, None).update(rows)
     assert metrics["train/updates"] == b.steps == 2.0
-    assert Trainer(once, a, None).own_log_probs(rows)[0] == pytest.approx(Trainer(once, b, None).own_log_probs(rows)[0], abs=0)
+    assert Trainer(once, a, None).own_log_probs(rows)[0] == pytest.approx(
+        Trainer(once, b, None).own_log_probs(rows)[0], abs=0
+    )
 
 
 def with_reference(rows: Sequence[TrainRow], shift: float = 0.0) -> list[TrainRow]:

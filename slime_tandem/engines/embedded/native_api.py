@@ -261,7 +261,9 @@ def _custom(value: Any, possible: bool) -> tuple[bool, float]:
     if not isinstance(value, dict) or not set(value) <= {"truncated_logprobs", "input_temperature"}:
         expected = "an object with truncated_logprobs and input_temperature alone"
         raise refuse("sampling_params.custom_params", value, expected, "remove it")
-    heat = _number("sampling_params.custom_params.input_temperature", value.get("input_temperature"), 1.0, low=0.01, high=100)
+    heat = _number(
+        "sampling_params.custom_params.input_temperature", value.get("input_temperature"), 1.0, low=0.01, high=100
+    )
     asked = value.get("truncated_logprobs", False)
     if not isinstance(asked, bool) or (asked and not possible):
         expected = "truncated_logprobs true or false; true with return_logprob=true and a temperature above 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def test_input_log_probs_at_a_temperature_of_their_own(
     """`opd.teacher_temperature=rollout`: beside each other, each request at its own; candidates, too."""
     ids = prompts(1)[0] + [7]
     jobs = [
-        replace(make_job(ids, 0, logprob_start=0, top_logprobs_num=2), input_temperature=heat) for heat in (1.0, 0.5, 2.0)
+        replace(make_job(ids, 0, logprob_start=0, top_logprobs_num=2), input_temperature=heat)
+        for heat in (1.0, 0.5, 2.0)
     ]
     for job, out in zip(jobs, run_jobs(make_runner(), jobs), strict=True):
         want = references["llama"].log_probs(ids, job.input_temperature)
