@@ -3,12 +3,12 @@
     python scripts/benchmarks/selection_reference.py --batches 100000        # about 20 minutes on one core
     python scripts/benchmarks/selection_reference.py --batches 1000 --first 500000
 
-`opd.selection.rules=reference` is compared with `restated` below, which was written from a description of the published code
-alone and shares no function with the package: it orders by repeated search of the best, builds sets entry by entry, and draws
-with numpy's Mersenne Twister in the place of Python's. Of each batch are compared: all raw and normalised scores (as bits)
-and the mask of one selector. A batch is made from its number: up to five responses of up to twelve tokens, lists of up to eight
-entries that share some ids, masked tokens, ties (coarse values), empty lists, exact masses, every normalisation, compatibility and
-selector, ratios, gammas, least per response and draw counters. The last line is JSON: batches, differences, seconds.
+`opd.selection.rules=reference` is compared with `restated` below, a second writing of the published code's rules that shares no
+function with the package: it orders by repeated search of the best, builds sets entry by entry, and draws
+with numpy's Mersenne Twister in the place of Python's. Of each batch are compared: all raw and normalised scores (as bits) and
+the mask of one selector. A batch is made from its number: up to five responses of up to twelve tokens, lists of up to eight
+entries that share some ids, masked tokens, ties (coarse values), empty lists, exact masses, every normalisation, compatibility
+and selector, ratios, gammas, least per response and draw counters. The last line is JSON: batches, differences, seconds.
 """
 
 from __future__ import annotations

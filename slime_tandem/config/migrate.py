@@ -1,9 +1,9 @@
 """Renames the field names of the first tandem code base to those in use, in configs, run scripts and checkpoint blobs.
 
 The naming authority's tables, word for word; nothing else is touched. In YAML, JSON and `.pt` files the keys of mappings are
-renamed, of values what is no plain word: metric names, overrides (`a.b=1`), code. In run scripts, code and other text every whole
-word. Each change is reported with its place; `left_alone` lists what looks like an old name and is in no table, or could be
-anything (`primary`, a value that is one word). What the settings of these names are here is `legacy.py`'s.
+renamed, of values what is no plain word: metric names, overrides (`a.b=1`), code. In run scripts, code and other text every
+whole word. Each change is reported with its place; `left_alone` lists what looks like an old name and is in no table, or could
+be anything (`primary`, a value that is one word). What the settings of these names are here is `legacy.py`'s.
 """
 
 from __future__ import annotations

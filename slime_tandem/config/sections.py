@@ -110,7 +110,7 @@ class EvalConfig(Section):
     )
     whole_files: bool = Field(
         False,
-        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, which nothing is trained on; "
+        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, never trained on; "
         "false: `prompts` of the held-out tenth",
     )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")

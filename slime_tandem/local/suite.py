@@ -2,8 +2,8 @@
 
 A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `teachability:0.10:20`. For distillation methods
 (any selector or alias of `opd.selection.selector`, a name of the published scripts (`METHOD_NAMES`), or a selector of one's
-own, `module:attribute`) the number is the share of tokens that is kept; `pure_opd` and its names keep all, whatever the number, as
-published. For tandem methods it is
+own, `module:attribute`) the number is the share of tokens that is kept; `pure_opd` and its names keep all, whatever the number,
+as published. For tandem methods it is
 `tandem.prob_senior`: `solo_grpo:1.0:10`, `tandem_word:0.5:20`, `tandem_sentence`, `tandem_bernoulli`, `tandem_chunk`,
 `tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
 

@@ -362,7 +362,7 @@ class Runner:
         return chunk, spans
 
     def _report_inputs(self, logits: torch.Tensor, owners: list[_Running], targets: list[int]) -> None:
-        """Log-probs of input tokens, at temperature 1 whatever the request's temperature is (as SGLang), or the one asked for."""
+        """Log-probs of input tokens, at temperature 1 whatever the request's is (as SGLang), or the one asked for."""
         heat = torch.tensor([run.job.input_temperature for run in owners])
         log_probs = torch.log_softmax(logits / heat[:, None] if (heat != 1.0).any() else logits, dim=-1)
         picked = log_probs.gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1).tolist()
