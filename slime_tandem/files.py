@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from slime_tandem.errors import DataError, RunDirError
 
 T = TypeVar("T")
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 MOST_JSON = 2**26
 """Characters of one JSON text, or of one line of a JSONL file: 64 Mi."""
 DEPTH = 64
@@ -108,11 +108,13 @@ def record_of(kind: type[T], value: Any) -> T:
     Traceback (most recent call last):
     ValueError: a='1': expected a valid integer
     """
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
     try:
-        return _adapter(kind).validate_python(value, strict=True)
+        made: T = _ADAPTERS[kind].validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "[key]") or "the whole"
+        where = " ".join(".".join(str(part) for part in first["loc"] if part != "[key]").split()) or "the whole"
         expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         if first["type"] == "missing":
             raise ValueError(f"{where} is missing") from None
@@ -120,11 +122,7 @@ def record_of(kind: type[T], value: Any) -> T:
             raise ValueError(f"{where} is no field that is known") from None
         shown = repr(first["input"])  # never deep: `parse_json` bounds it
         raise ValueError(f"{where}={shown[:80] + ('...' if len(shown) > 80 else '')}: expected {expected}") from None
-
-
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+    return made
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def test_a_key_that_stands_twice_is_refused_everywhere(kind: Kind, tmp_path: Pat
             assert "twice" in str(error), (path, str(error))
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_changed_field_is_refused_in_a_sentence_or_read(kind: Kind, tmp_path: Path, data: st.DataObject) -> None:
     tree, all_places = kind.tree, list(places(kind.tree))
@@ -329,7 +329,7 @@ def test_any_changed_field_is_refused_in_a_sentence_or_read(kind: Kind, tmp_path
     outcome(kind, tmp_path, dumped(tree))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_changed_byte_is_refused_in_a_sentence_or_read(kind: Kind, tmp_path: Path, data: st.DataObject) -> None:
     good = dumped(kind.tree).encode() + kind.tail.encode()

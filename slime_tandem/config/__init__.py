@@ -9,6 +9,7 @@ from slime_tandem.config.cluster import (
 from slime_tandem.config.engine import (
     EngineConfig,
     ModelsConfig,
+    TextMarkers,
 )
 from slime_tandem.config.load import (
     read_yaml_mapping,
@@ -110,6 +111,7 @@ __all__ = [
     "TandemConfig",
     "TaskSpec",
     "TeacherSpec",
+    "TextMarkers",
     "Thinking",
     "TrainConfig",
     "choices_of",

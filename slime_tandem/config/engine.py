@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 
 from slime_tandem.config.section import Section, http_url
 
+TextMarkers = Literal["allow", "escape", "refuse"]
+
 
 class ModelsConfig(Section):
     """Who takes part. Each is a local Hugging Face folder, or `builtin:<name>` for a checkpoint that `pretrain` makes."""
@@ -19,6 +21,11 @@ class ModelsConfig(Section):
     trust_remote_code: bool = Field(False, description="run Python code that a model folder brings")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="engine weights; the trainer keeps float32 masters"
+    )
+    text_markers: TextMarkers = Field(
+        "escape",
+        description="control tokens that users, tools or environments have typed (<|im_end|>): escape reads them as plain "
+        "text, refuse stops, allow lets them act as templates do; all are counted in rollout/text_markers",
     )
 
 

@@ -76,7 +76,12 @@ class TaskSpec(Section):
 class RewardConfig(Section):
     """The processes that score answers: what one answer may take. Whatever takes more scores 0 and is counted."""
 
-    timeout_s: float = Field(5.0, gt=0.0, le=3600.0, description="seconds that scoring one answer may take")
+    timeout_s: float = Field(
+        5.0,
+        gt=0.0,
+        le=3600.0,
+        description="seconds of computing that scoring one answer may take; of waiting, too, for code of your own",
+    )
     memory_mib: int = Field(
         2048, ge=512, description="address space of a scoring process, in MiB; code of your own has no limit"
     )

@@ -229,13 +229,13 @@ async def _score_all(
 
 
 def _one(teacher: Teacher, name: str, sample: TandemSample, scores: AlignedScores) -> _Scored:
-    text = teacher.aligner.write(sample.response_ids, teacher.encode)
+    prompt, text = teacher.conversation(sample)
     assert scores.lists is not None
     at = np.flatnonzero(scores.mask & scores.lists.shared)
     return _Scored(
         sample,
         name,
-        teacher.render(sample.prompt.messages),
+        list(prompt),
         text.ids,
         teacher.aligner.align(text).teacher_index,
         at,

@@ -111,7 +111,7 @@ class Report:
                     Text(printable(f"  {r.name}")),
                     _short(e.value),
                     Text(printable(ends)),
-                    Text(r.unit),
+                    Text(printable(r.unit)),
                     "" if r.n is None else str(r.n),
                 )
             out.add_section()
@@ -128,7 +128,10 @@ def _in_csv(cell: Any) -> Any:
     >>> [_in_csv(cell) for cell in ("=1+1", "@x", "-0.5", -0.5, "a-b", None)]
     ["'=1+1", "'@x", "'-0.5", -0.5, 'a-b', None]
     """
-    return f"'{cell}" if isinstance(cell, str) and cell.lstrip(" ")[:1] in tuple("=+-@\t\r\n") else cell
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)  # a carriage return, which csv does not quote, would begin a row
+    return f"'{text}" if text.lstrip(" ")[:1] in tuple("=+-@\t\n") else text
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ kill.
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
@@ -140,12 +141,15 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
             with Team(roster, run_dir / "logs") as team:
+                for role, chat in roster.chats.items():
+                    print("\n  ".join([f"turns of the {role}:", *chat.lines()]), file=sys.stderr, flush=True)
                 if roster.teacher_specs:
                     for teacher in team.panel.teachers:
                         print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
                     for prompt in tasks.listed_prompts:  # a name that no teacher has is refused now, not when drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
+                _keep_turns(run_dir / "turns.json", roster)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         except BaseException as error:
@@ -209,6 +213,13 @@ def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
     if not path.exists():
         with disk_errors(path.parent):
             path.write_text(record.to_json(), encoding="utf-8")
+
+
+def _keep_turns(path: Path, roster: Roster) -> None:
+    """Save what each model's chat template was found to write around turns."""
+    with disk_errors(path.parent):
+        text = json.dumps({role: chat.as_dict() for role, chat in roster.chats.items()}, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
@@ -356,7 +367,7 @@ def _learn(
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids),
+        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,

@@ -70,7 +70,8 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
-    return (checkpoints_of(folder) or [None])[-1]
+    found = checkpoints_of(folder)
+    return found[-1] if found else None
 
 
 def drop_older(folder: Path, keep: int) -> None:

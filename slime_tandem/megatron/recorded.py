@@ -80,7 +80,7 @@ class _LooseReader(PickleReader):
         self.stack.append(tuple(self.since_mark()))
 
 
-_LooseReader.steps = STEPS | {
+_MORE: dict[str, Any] = {
     "PROTO": _LooseReader.protocol,
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _LooseReader.put_at),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4"), _LooseReader.long_integer),
@@ -103,6 +103,7 @@ _LooseReader.steps = STEPS | {
     "BUILD": _LooseReader.build,
     "BINPERSID": _LooseReader.stored_elsewhere,
 }
+_LooseReader.steps = STEPS | _MORE
 
 
 def recorded(folder: Path) -> dict[str, Any]:

@@ -102,6 +102,13 @@ async def reward(args: Any, sample: Any, **_: Any) -> float:
     return verdict.reward
 
 
+def check_rewards(args: Any, config: RunConfig) -> None:
+    """Raise ConfigError for a reward of ours that would fail at its first answer; nothing where slime's own is used."""
+    if getattr(args, "rm_type", None) is None and getattr(args, "custom_rm_path", None) in (None, OUR_REWARD):
+        for index in range(len(config.tasks)):
+            _judge(config, index)
+
+
 def _judge(config: RunConfig, index: int) -> tuple[Judge, bool]:
     """(what scores the responses to a task, whether it compares them with labels). Raises ConfigError as a `TaskSet`."""
     spec, where = config.tasks[index], f"tasks.{index}"
@@ -129,11 +136,11 @@ def log_rollout(
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
-        eos = frozenset(s.tokens[-1] for s in written if wire.ends_turn(s))
+        ends, markers = wire.ends_of(written), wire.markers_of(written)
         tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
         by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
-        measured = {**response_metrics(scored), **teacher_metrics(scored, eos), **_past_limits(written)}
-        _report(args, rollout_id, {**measured, **by_task})
+        metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
     return False
 
 
@@ -282,9 +289,7 @@ def megatron_init(args: Any) -> None:
 
     config = settings(args)
     check_extensions(config)
-    if getattr(args, "rm_type", None) is None and getattr(args, "custom_rm_path", None) in (None, OUR_REWARD):
-        for index in range(len(config.tasks)):
-            _judge(config, index)
+    check_rewards(args, config)
     versions = {"torch": torch.__version__, "megatron.core": megatron.core.__version__, "numpy": numpy.__version__}
     logger.info(f"slime_tandem trainer: {versions}, opd.signal {config.opd.signal if config.opd.enabled else 'none'}")
 

@@ -11,7 +11,7 @@ own objects, taken as they come: nothing here imports slime.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
-from slime_tandem.errors import DataError, TeacherScoreError
+from slime_tandem.errors import (
+    DataError,
+    TeacherScoreError,
+    UnreadRolesError,
+    UnreadTemplateError,
+    UnreadToolsError,
+)
 from slime_tandem.objective.loss import PackedTokens
 from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.training.rows import TrainRow
@@ -244,11 +250,10 @@ def prompt_of(sample: Any) -> Prompt:
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 
 
-def put_response(sample: Any, response: TandemSample, *, junior_weight: float, eos_ids: Collection[int] = ()) -> None:
+def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -> None:
     """Fill a slime sample with a response: its own fields, and the record. An aborted one can be resumed from it.
 
     slime's loss mask is 1 where a token carries policy gradient, so that slime's own losses and means do what they say.
-    `eos_ids`: which tokens end a turn (a response may also end with a stop string).
     """
     status = type(sample).Status
     R = len(response.response_ids)
@@ -266,7 +271,6 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float, e
     sample.metadata[RECORD] = {
         "key": [key.seed, key.rollout_id, key.sample_index],
         "finish_reason": response.finish_reason,
-        "ends_turn": bool(response.response_ids) and response.response_ids[-1] in eos_ids,
         "authorship_mask": list(response.authorship_mask),
         "log_probs": list(response.log_probs),
         "senior_log_probs": list(response.senior_log_probs),
@@ -277,6 +281,22 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float, e
         "inserted_messages": [[m.as_dict() for m in turn] for turn in response.inserted_messages],
         "fallback_starts": list(response.fallback_starts),
     }
+
+
+def put_ends(sample: Any, eos_ids: frozenset[int], text_markers: int) -> None:
+    """Keep which of the response's ids end turns, and how many control tokens stand in its untrusted text."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    sample.metadata[RECORD] |= {"ends": sorted(eos_ids & set(response)), "text_markers": text_markers}
+
+
+def ends_of(samples: Sequence[Any]) -> frozenset[int]:
+    """The ids that end turns, as far as they stand in these responses."""
+    return frozenset(i for s in samples for i in s.metadata[RECORD].get("ends", ()))
+
+
+def markers_of(samples: Sequence[Any]) -> float:
+    """How many control tokens stand in the untrusted text of these samples."""
+    return float(sum(s.metadata[RECORD].get("text_markers", 0) for s in samples))
 
 
 def put_failure(sample: Any, reason: str, prompt_ids: Sequence[int], filler: int) -> None:
@@ -291,11 +311,6 @@ def failure_of(sample: Any) -> str | None:
     """Why a sample's response could not be written; None for one that was."""
     reason = (sample.metadata or {}).get(RECORD, {}).get("failed")
     return None if reason is None else str(reason)
-
-
-def ends_turn(sample: Any) -> bool:
-    """Whether a response's last token is an end of turn."""
-    return bool((sample.metadata or {}).get(RECORD, {}).get("ends_turn"))
 
 
 def response_of(sample: Any, seed: int = 0) -> TandemSample:
@@ -345,7 +360,7 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         inserted=tuple((a, b) for a, b in record["inserted"]),
         senior_log_probs=tuple(record["senior_log_probs"]),
         fallback_starts=tuple(record["fallback_starts"]),
-        inserted_messages=tuple(tuple(Message(**m) for m in turn) for turn in record["inserted_messages"]),
+        inserted_messages=tuple(tuple(Message.of(m) for m in turn) for turn in record["inserted_messages"]),
     )
 
 
@@ -359,7 +374,8 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(scores=None, teacher_error=[scores.field, str(scores.value), scores.expected, scores.remedy])
+        error = [type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy]
+        record.update(scores=None, teacher_error=error)
         return
     c, lists = scores.candidates, scores.lists
     record.update(
@@ -381,7 +397,9 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         return None, None
     kept = record["scores"]
     if kept is None:
-        return None, TeacherScoreError(*record["teacher_error"])
+        name, *parts = record["teacher_error"]
+        kinds = (TeacherScoreError, UnreadRolesError, UnreadToolsError, UnreadTemplateError)
+        return None, {kind.__name__: kind for kind in kinds}.get(name, TeacherScoreError)(*parts)
     return AlignedScores(
         log_probs=kept["log_probs"],
         mask=kept["mask"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,6 +16,8 @@ from slime_tandem.tasks.family import hint, make_prompt
 from slime_tandem.types import Message, Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
+_MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Further keys of a message that chat templates take."""
 
 
 class JsonlFamily:
@@ -43,9 +44,10 @@ class JsonlFamily:
 def read_jsonl(path: Path, *, labels: bool = True, answer: AnswerKind | None = None) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, as slime users have them.
 
-    Keys: `prompt` (a str, or a list of {role, content}) or `messages` (a list), `label` (str or number; optional without
-    `labels`), and optionally `task` (str) and `metadata` (object). Blank lines are skipped; other keys are refused, and so are
-    labels that are not of the kind `answer`.
+    Keys: `prompt` (a str, or a list of {role, content}; turns of tools may have the further keys of `_MORE`) or `messages` (a
+    list), `label` (str or number; optional without `labels`), and optionally `task` (str) and `metadata` (object; its `tools`
+    are offered to the models). Blank lines are skipped; other keys are refused, and so are labels that are not of the kind
+    `answer`.
 
     Raises DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
     """
@@ -96,7 +98,7 @@ def _parse_line(line: str, where: str, labels: bool, answer: AnswerKind | None) 
 
 def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
-    if not fine or (isinstance(label, float) and not math.isfinite(label)):
+    if not fine:
         raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
     if not kinds.fits(str(label), answer):
         expected = f"a label that is {answer}, as tasks[].answer says"
@@ -104,7 +106,7 @@ def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
 
 
 def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:
-    """Chat turns of a JSON value: a list of {role, content}, or a text where that may be; raises DataError naming `where`."""
+    """Chat turns of a JSON value: a list of {role, content, ...}, or a text where that may be; raises DataError at `where`."""
     if may_be_text and isinstance(value, str) and value.strip():
         return (Message("user", value),)
     expected = "a non-empty string or a list of messages" if may_be_text else "a list of messages"
@@ -112,9 +114,18 @@ def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messag
         raise DataError(where, value, expected, 'e.g. [{"role": "user", "content": "2 + 2 ="}]')
     messages = []
     for i, turn in enumerate(value):
-        if not isinstance(turn, dict) or set(turn) != {"role", "content"} or not isinstance(turn["content"], str):
+        if (
+            not isinstance(turn, dict)
+            or not {"role", "content"} <= set(turn)
+            or set(turn) - {"role", "content", *_MORE}
+        ):
+            more = f"an object with text `role` and `content`, and at most {', '.join(_MORE)} beside"
+            raise DataError(f"{where}.{i}", turn, more, "correct this turn")
+        if turn["content"] is None and turn.get("tool_calls"):  # as OpenAI's API has turns that call tools
+            turn = turn | {"content": ""}
+        if not isinstance(turn["content"], str):
             raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
         if turn["role"] not in _ROLES:
             raise DataError(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
-        messages.append(Message(turn["role"], turn["content"]))
+        messages.append(Message.of(turn))
     return tuple(messages)

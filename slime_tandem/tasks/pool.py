@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from slime_tandem import errors
 from slime_tandem.errors import EngineUnavailableError
-from slime_tandem.tasks.pool_worker import HEAD, MAKING_S, receive
+from slime_tandem.tasks.pool_worker import HEAD, MAKING_S, receive, wall_s
 
 _AT_ONCE = 16
 _TRIES, _STARTS = 2, 5
@@ -60,7 +60,11 @@ def _search_path() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated (`pool_worker`)."""
+    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated (`pool_worker`).
+
+    The seconds of a guarded call are those that its process computes, so that a busy machine changes no reward; on the wall
+    it may take twenty times as long. Others wait for what they like, and get so many seconds on the wall.
+    """
 
     timeout_s: float = 5.0
     memory_mib: int | None = 2048
@@ -81,6 +85,7 @@ class _Process:
 
     def __init__(self, limits: Limits) -> None:
         self._timeout_s = limits.timeout_s
+        self._patience_s = wall_s(limits.timeout_s, limits.guarded) + _GRACE_S
         memory = 0 if limits.memory_mib is None else limits.memory_mib * 2**20
         # The thread pool of a numerical library would reserve memory for every core.
         env = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
@@ -117,13 +122,13 @@ class _Process:
 
     def reply(self) -> dict[str, Any]:
         """The next call's reply. Raises _DiedError."""
-        said = self._receive(self._timeout_s + _GRACE_S)
+        said = self._receive(self._patience_s)
         if said["kind"] == "making":
             try:
                 said = self._receive(MAKING_S)
             except _DiedError:
                 raise _DiedError("making") from None
-        return self._receive(self._timeout_s + _GRACE_S) if said["kind"] == "made" else said
+        return self._receive(self._patience_s) if said["kind"] == "made" else said
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         self._line.settimeout(seconds)
@@ -137,7 +142,8 @@ class _Process:
 
     def _fail(self, fate: str) -> NoReturn:
         self.end()
-        raise _DiedError("timeout" if self._process.returncode == -signal.SIGALRM else fate)
+        timers = (-signal.SIGALRM, -signal.SIGPROF)
+        raise _DiedError("timeout" if self._process.returncode in timers else fate)
 
     def end(self) -> None:
         """End it, if it has not ended."""

@@ -30,6 +30,8 @@ HEAD = struct.Struct("!Q")
 MAKING_S = 300.0
 """Seconds that making what answers may take: imports, a family of the user's."""
 _LOOKS_S = 1.0
+_BUSIEST = 20
+"""How much slower than alone a busy machine may be."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 _REFUSED = frozenset(
@@ -88,8 +90,8 @@ def _parts(error: BaseException) -> dict[str, Any]:
 class Worker:
     """Answers on a socket, one call after the other."""
 
-    def __init__(self, line: socket.socket, guard: Guard) -> None:
-        self._line, self._guard = line, guard
+    def __init__(self, line: socket.socket, guard: Guard, *, guarded: bool) -> None:
+        self._line, self._guard, self._guarded = line, guard, guarded
         self._made: dict[bytes, Callable[..., Any]] = {}
 
     def say(self, kind: str, **more: Any) -> None:
@@ -116,15 +118,14 @@ class Worker:
         guard.refused = ""
         raised: BaseException | None = None
         value = None
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a library may have taken it
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        self._set_timers(timeout_s)
         try:
             guard.on = True
             value = function(*given)
         except BaseException as error:  # noqa: BLE001 - libraries raise time-outs past Exception
             raised = error
         guard.on = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._set_timers(0.0)
         if guard.refused or isinstance(raised, (MemoryError, RecursionError)):
             self.say("limit")
         elif raised is None:
@@ -133,6 +134,14 @@ class Worker:
             self.say("raised", **_parts(raised))
         else:
             self.say("limit")
+
+    def _set_timers(self, timeout_s: float) -> None:
+        """Have the system end this process after so many seconds; 0: not any more."""
+        for number in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)  # a library may have taken it
+        if self._guarded:  # of its own time: what else the machine has to do must not change a reward
+            signal.setitimer(signal.ITIMER_PROF, timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, wall_s(timeout_s, self._guarded))
 
     def _find(self, recipe: bytes) -> Callable[..., Any]:
         if (made := self._made.get(recipe)) is None:
@@ -146,6 +155,11 @@ class Worker:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             self.say("made")
         return made
+
+
+def wall_s(timeout_s: float, guarded: bool) -> float:
+    """Seconds on the wall that a call may take. A guarded one computes: its limit counts the process's own time."""
+    return timeout_s * (_BUSIEST if guarded else 1)
 
 
 def receive(line: socket.socket) -> bytes:
@@ -175,7 +189,7 @@ def main(argv: list[str]) -> None:
     if guarded:
         sys.addaudithook(guard)
     with socket.socket(fileno=number) as line:
-        Worker(line, guard).serve(parent)
+        Worker(line, guard, guarded=bool(guarded)).serve(parent)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from slime_tandem.config import RunConfig, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
@@ -39,18 +40,18 @@ def own_teacher(spec: TeacherSpec, student: ModelTokenizer, config: RunConfig) -
     if not isinstance(scorer, Scorer) or not isinstance(scorer.tokenizer, TokenizerOfScorer):
         expected = "something that makes a scorer (`tokenizer` and `log_probs`)"
         raise ConfigError(field, spec.scorer, expected, "see docs/extending.md")
-    t = scorer.tokenizer
-    teacher = Teacher(
-        ScorerEngine(scorer, spec.name),
-        Aligner(student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking),
-        t.render,
-        t.encode,
-        getattr(t, "bridge", None),
-        name=spec.name,
-        tasks=None if spec.tasks is None else frozenset(spec.tasks),
-        weight=spec.weight,
-        max_batch=config.engine.max_batch,
-        concurrency=config.opd.concurrency,
-    )
+    t, engine = scorer.tokenizer, ScorerEngine(scorer, spec.name)
+    options: dict[str, Any] = {
+        "name": spec.name,
+        "tasks": None if spec.tasks is None else frozenset(spec.tasks),
+        "weight": spec.weight,
+        "max_batch": config.engine.max_batch,
+        "concurrency": config.opd.concurrency,
+    }
+    if isinstance(t, ModelTokenizer):
+        teacher = Teacher.by_template(engine, student.chat(), t.chat(spec.template_kwargs), spec.thinking, **options)
+    else:
+        aligner = Aligner(student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
+        teacher = Teacher(engine, aligner, t.render, t.encode, getattr(t, "bridge", None), **options)
     check_teacher(teacher)
     return teacher

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec
-from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.chat import Chat
 from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.protocol import Engine
@@ -28,7 +28,7 @@ from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.strategies import STRATEGIES
 from slime_tandem.team.environments import Environments
 from slime_tandem.team.own_code import check_extensions, own_teacher
-from slime_tandem.types import Message, Prompt
+from slime_tandem.types import Prompt
 
 Role = str
 """senior, junior, teacher; each of several teachers is `teacher <name>`."""
@@ -189,7 +189,9 @@ class Roster:
             folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir))
             if member.url is None or role == "senior":
                 check_model_folder(folder)
-            self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=models.trust_remote_code)
+            self.tokenizers[role] = ModelTokenizer.load(
+                folder, trust_remote_code=models.trust_remote_code, text_markers=models.text_markers
+            )
             require_rows(self.tokenizers[role], special=special)
 
     def _check_list_lengths(self) -> None:
@@ -212,6 +214,12 @@ class Roster:
     def student(self) -> ModelTokenizer:
         """The senior's tokenizer: all ids of a run are its own."""
         return self.tokenizers["senior"]
+
+    @property
+    def chats(self) -> dict[Role, Chat]:
+        """The chat template of each member, a teacher's with its variables."""
+        kwargs = {role: spec.template_kwargs for role, spec in self.teacher_specs.items()}
+        return {role: tokenizer.chat(kwargs.get(role)) for role, tokenizer in self.tokenizers.items()}
 
     @property
     def fused(self) -> bool:
@@ -262,7 +270,9 @@ class Roster:
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
-            junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
+            junior_text = JuniorText(
+                *self.spellers, self.tokenizers["junior"].render(prompt.messages, tools=prompt.tools)
+            )
         return WriterOptions(
             rule=rule,
             sampling=sampling,
@@ -281,13 +291,13 @@ class Roster:
         """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
-        aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
-        teacher = Teacher(
+        with _of_role(role):
+            chat = t.chat(kwargs)
+        teacher = Teacher.by_template(
             engine,
-            aligner,
-            lambda messages: t.render(messages, kwargs),
-            t.encode,
-            lambda messages: t.bridge(messages, kwargs),
+            self.student.chat(),
+            chat,
+            spec.thinking,
             name=spec.name,
             tasks=None if spec.tasks is None else frozenset(spec.tasks),
             weight=spec.weight,
@@ -299,7 +309,6 @@ class Roster:
         with _of_role(role):
             if url := self.members[role].url:
                 check_served_model(info, self.folders[role], url)
-            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are reported now
             check_teacher(teacher)
         return teacher
 

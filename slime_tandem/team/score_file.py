@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import AlignmentPolicy, Thinking, http_url
-from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
@@ -125,17 +124,16 @@ async def _score(
     tokenizer: ModelTokenizer,
     samples: Sequence[tuple[Any, TandemSample]],
 ) -> ScoreResult:
-    aligner = Aligner(student.tokens, tokenizer.tokens, end_of_turn=tokenizer.end_of_turn, thinking=job.thinking)
     failed = covered = total = 0
     async with EngineClient(url, role="teacher", api_key=job.api_key) as client:
         info = await client.model_info()
         check_served_model(info, tokenizer.folder, url)
         limit = info.get("max_total_tokens")
-        teacher = Teacher(
+        teacher = Teacher.by_template(
             client,
-            aligner,
-            lambda messages: tokenizer.render(messages, job.template_kwargs),
-            tokenizer.encode,
+            student.chat(),
+            tokenizer.chat(job.template_kwargs),
+            job.thinking,
             max_batch=16,
             max_tokens=limit if isinstance(limit, int) else None,
         )
@@ -202,7 +200,7 @@ def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple
     if "response" in row:
         if not isinstance(row["response"], str):
             raise DataError(f"{where} response", row["response"], "a text", example)
-        ids = [*student.encode(row["response"]), student.end_of_turn]
+        ids = student.chat().finished(row["response"])
     else:
         ids = row["response_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -136,7 +136,17 @@ def parse_sentencepiece(data: bytes, eos_ids: frozenset[int] | None = None) -> T
         eos_ids = frozenset({end} & special)
     fallback = frozenset(i for i, kind in enumerate(kinds) if kind == _BYTE)
     space = bool(options.get(3, 1))
-    return make_token_bytes(pieces, names, special, eos_ids, inserts_leading_space=space, fallback=fallback)
+    return make_token_bytes(
+        pieces,
+        names,
+        special,
+        eos_ids,
+        inserts_leading_space=space,
+        # Whoever puts text behind a special token has encoded it on its own.
+        dummy_prefix="always" if space else "no",
+        marks_spaces=True,
+        fallback=fallback,
+    )
 
 
 def _messages(fields: list[tuple[int, int | bytes]], number: int) -> Iterator[bytes]:

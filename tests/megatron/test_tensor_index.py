@@ -168,7 +168,7 @@ def test_a_field_of_another_kind_is_refused_or_means_nothing(
     assert not (found.tensors and found.places and found.tensors["decoder.w"].chunks)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_changed_byte_is_read_alike_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

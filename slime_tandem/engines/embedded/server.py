@@ -221,13 +221,14 @@ class Server:
         for item, out in zip(items, outputs, strict=True):
             if item.turn is not None and out.finish != "abort":
                 self._sessions.store(item.turn, out.output_ids)
-        if _numbers(outputs) > _LARGE_ANSWER:
-            made = await asyncio.to_thread(self._written, items, outputs, batched)
-        else:
-            made = self._written(items, outputs, batched)
-        return web.Response(body=made, content_type="application/json")
+        if _numbers(outputs) <= _LARGE_ANSWER:
+            made = answers(items, outputs, self._model)
+            return _json(made if batched else made[0])
+        written = await asyncio.to_thread(self._written, items, outputs, batched)
+        return web.Response(body=written, content_type="application/json")
 
     def _written(self, items: list[Item], outputs: list[Output], batched: bool) -> bytes:
+        """A large answer's JSON."""
         made = answers(items, outputs, self._model)
         text = f"[{','.join(map(_encode, made))}]" if batched else _encode(made[0])
         return text.encode()
