@@ -78,6 +78,7 @@ DOORS = {
     "distill.panel": "asks a teacher's engine",
     "distill.candidates": "asks engines for lists",
     "distill.scorer": "asks a user's scorer",
+    "distill.published": "shuffles with a generator of its own seed",
 }
 """... but for these modules, which have nothing but one door each (an engine that is handed to them, a file that is named)."""
 

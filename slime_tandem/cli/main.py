@@ -15,7 +15,20 @@ import traceback
 from collections.abc import Sequence
 
 from slime_tandem import __version__
-from slime_tandem.cli import align, config, convert, doctor, evaluate, models, report, score, serve, suite, train
+from slime_tandem.cli import (
+    align,
+    config,
+    convert,
+    doctor,
+    evaluate,
+    migrate,
+    models,
+    report,
+    score,
+    serve,
+    suite,
+    train,
+)
 from slime_tandem.cli.completion import SHELLS, PrintCompletion
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt
@@ -23,7 +36,7 @@ from slime_tandem.signals import terminate_as_interrupt
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-COMMANDS = (train, evaluate, doctor, align, score, suite, report, config, convert, serve, models)
+COMMANDS = (train, evaluate, doctor, align, score, suite, report, config, migrate, convert, serve, models)
 """A module for each command, in the order of --help: `add` declares it, `run` does it. What is heavy they import in `run`."""
 
 

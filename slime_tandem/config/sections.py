@@ -95,6 +95,9 @@ class TrainConfig(Section):
     prompts_per_step: int = Field(32, ge=1, description="groups per rollout")
     samples_per_prompt: int = Field(8, ge=1, description="group size K")
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
+    epochs_per_step: int = Field(
+        1, ge=1, le=4, description="passes over each rollout, with its old and reference log-probs (local runs alone)"
+    )
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
     save_every: int = Field(10, ge=1, description="steps between checkpoints")
     threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
@@ -109,6 +112,11 @@ class EvalConfig(Section):
     tandem: bool = Field(
         False,
         description="co-written responses also where the senior trains alone (tandem.enabled=false): starts the junior",
+    )
+    whole_files: bool = Field(
+        False,
+        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, never trained on; "
+        "false: `prompts` of the held-out tenth",
     )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")

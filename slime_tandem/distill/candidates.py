@@ -154,9 +154,9 @@ class ExactQuery:
 
 
 async def exact_log_probs(
-    engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128
+    engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128, temperature: float = 1.0
 ) -> list[list[dict[int, float]] | TeacherScoreError]:
-    """Log-probs (nats, temperature 1) of the wanted ids at every position [R] of each query, exact.
+    """Log-probs (nats, at `temperature`) of the wanted ids at every position [R] of each query, exact.
 
     A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. A
     query whose answer lacks a value is a TeacherScoreError in its place.
@@ -174,6 +174,7 @@ async def exact_log_probs(
                     max_new_tokens=0,
                     logprob_start_len=len(query.prompt) + start - 1,
                     token_ids_logprob=tuple(sorted(ids)),
+                    input_temperature=temperature,
                 )
             )
             spans.append((q, start, stop))

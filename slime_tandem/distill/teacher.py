@@ -1,7 +1,8 @@
 """One teacher scores what the policy sampled: render, ask the engine, align to the student's positions.
 
 The teacher reads the raw messages through its own chat template and the response in its own ids (`alignment.Aligner.write`);
-its log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
+its log-probs are those of its full distribution at `temperature`, 1 (SGLang scores inputs that way, slime #2085, #2319) or the
+rollout's. An answer
 that is short, missing a value or not finite fails that sample with a reason; the caller decides what a failed sample means.
 It does not know other teachers (`panel.py`), nor which tokens are trained on (`opd_mask.py`).
 """
@@ -130,8 +131,8 @@ class Teacher:
     between turns are read as the student's text). `template` is asked in the place of both where it is known; `student`
     says what the student's own template writes around its turns. `max_batch` sequences travel per HTTP request,
     `concurrency` requests at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is
-    not known. `tasks`: the task tags that it is for, None for all that no other teacher names; `weight` among several
-    teachers of one sample.
+    not known; `temperature` of its distribution. `tasks`: the task tags that it is for, None for all that no other teacher
+    names; `weight` among several teachers of one sample.
     """
 
     engine: Engine
@@ -147,6 +148,7 @@ class Teacher:
     max_batch: int = 128
     concurrency: int = 4
     max_tokens: int | None = None
+    temperature: float = 1.0
 
     @classmethod
     def by_template(
@@ -247,7 +249,9 @@ class Teacher:
         of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
         if scoring.support != "teacher" or cross:
             queries = [v.of_teacher(self.same_tokens) for v in views]
-            of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
+            of_teacher = await exact_log_probs(
+                self.engine, queries, role=self.name, max_batch=self.max_batch, temperature=self.temperature
+            )
         if cross:
             assert senior is not None, "cross-scores are the senior's, too"
             queries = [v.of_student(self.same_tokens) for v in views]
@@ -361,6 +365,7 @@ class Teacher:
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
             top_logprobs_num=scoring.widest,
+            input_temperature=self.temperature,
         )
         return _Plan(request, list(prompt), text)
 

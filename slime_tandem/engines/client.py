@@ -353,6 +353,8 @@ class EngineClient:
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         authors, log_probs, senior_log_probs = self._written(request, meta, where, output_ids)
+        if request.input_temperature != 1.0 and finish != "abort":
+            self._require_heat(request, meta, where)
         kept_ids = self._kept_ids(meta, where, output_ids) if request.truncated_logprobs else ()
         input_log_probs, given_ids = (
             self._scored(request, meta, where, prompt_tokens) if finish != "abort" else ((), ())
@@ -489,6 +491,16 @@ class EngineClient:
             if kept and token not in kept:
                 raise self._bad(f"{where} output_kept_ids[{i}]", kept[:20], f"a list that holds the drawn id {token}")
         return tuple(map(tuple, entries))
+
+    def _require_heat(self, request: GenerateRequest, meta: dict[str, Any], where: str) -> None:
+        if meta.get("input_temperature") != request.input_temperature:
+            raise EngineRejectedError(
+                f"{self.role} engine {self.base_url} {where}",
+                "input log-probs at temperature 1",
+                f"those at temperature {request.input_temperature:g}, which an embedded server (`slime-tandem serve`) "
+                "computes and SGLang does not",
+                "set opd.teacher_temperature=1, or use an embedded server",
+            )
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int

@@ -23,6 +23,7 @@ from slime_tandem.evaluation.figures import (
     drift_figures,
     handoff_figures,
     legibility_figures,
+    set_figures,
     solo_figures,
     undefined,
 )
@@ -86,13 +87,24 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
                 "leave it out; `train` evaluates with it",
             )
     tasks = TaskSet(config.tasks, config.seed, config.reward)
-    prompts = tasks.heldout_prompts(config.eval.prompts)
+    prompts = _prompts(config, tasks)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
     roster = Roster(config)
     if "junior" in roster.roles:
         evaluation_rule(config, roster.student.tokens)  # a strategy of the user's own is refused before anything starts
     with Team(roster, config.run_dir / "logs") as team:
         return evaluate_senior(team, tasks, prompts, say)
+
+
+def _prompts(config: RunConfig, tasks: TaskSet) -> list[Prompt]:
+    """The held-out prompts, or the whole files of evaluation sets."""
+    if not config.eval.whole_files:
+        return tasks.heldout_prompts(config.eval.prompts)
+    prompts = list(tasks.listed_prompts)
+    if not prompts:
+        families = ", ".join(task.family for task in config.tasks)
+        raise ConfigError("eval.whole_files", True, f"a task of family jsonl (here: {families})", "set it to false")
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,8 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
     solo = _write(team, prompts, rollout_ids.EVALUATION, e.chains, sampling)
     correct = _judge(tasks, solo)
-    parts = [_Part(solo_figures(solo, correct, e.chains))]
+    sets = [prompt.task for prompt in prompts]
+    parts = [_Part(solo_figures(solo, correct, e.chains) + set_figures("solo", correct, sets, e.chains))]
     if "junior" not in team.roster.roles:
         parts.append(_Part(missing=[r for part in _WITH_JUNIOR for r in undefined(part, NO_JUNIOR)]))
     else:
@@ -147,7 +160,9 @@ def _handoff(
     """Chains in turns with the junior, with the solo chains' draws."""
     chains, rule = team.config.eval.chains, evaluation_rule(team.config, team.roster.student.tokens)
     written = _write(team, prompts, rollout_ids.EVALUATION, chains, sampling, rule)
-    figures = handoff_figures(written, _judge(tasks, written), solo_correct, chains)
+    right = _judge(tasks, written)
+    figures = handoff_figures(written, right, solo_correct, chains)
+    figures += set_figures("handoff", right, [prompt.task for prompt in prompts], chains)
     if any(s.switches for s in written):
         return _Part(figures)
     # They would be a perfect 1 and 0, and mean nothing.

@@ -43,6 +43,7 @@ from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
+from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
@@ -351,7 +352,8 @@ def _learn(
     """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef)
+    bank = TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank and bank.write)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(

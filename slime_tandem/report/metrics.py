@@ -92,7 +92,14 @@ _TABLE = (
     _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the senior wrote"),
     _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the junior wrote"),
     _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),
-    _step("tandem/tokens_per_sent", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
+    _step(
+        "tandem/tokens_per_sent",
+        "tokens",
+        "sample mean",
+        "none",
+        "tokens over changes of author plus one, of each response, as the authors' code has it",
+    ),
+    _step("tandem/tokens_per_stretch", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
     _step("tandem/requests_per_token", "requests", "ratio of sums", "down", "engine requests per response token"),
     _step("tandem/discarded_tokens", "tokens", "sum over the step", "down", "generated past a handoff and dropped"),
     _step(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, EngineError
-from slime_tandem.objective.advantages import clip_advantages, group_advantages
+from slime_tandem.objective.advantages import clip_advantages, group_advantages, reward_histograms
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
@@ -35,6 +35,7 @@ from slime_tandem.slime_hooks.state import STATE, Parked
 from slime_tandem.tasks.families import find_reward, quick_of, require_for_labels
 from slime_tandem.tasks.judging import Judge, Verdict, counted
 from slime_tandem.team.own_code import check_extensions
+from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import Prompt, ScoredSample
@@ -136,8 +137,10 @@ def log_rollout(
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
         ends, markers = wire.ends_of(written), wire.markers_of(written)
+        tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
+        by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
-        _report(args, rollout_id, {**metrics, **_past_limits(written)})
+        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
     return False
 
 
@@ -180,7 +183,9 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         replace(about, sample=replace(about.sample, group_id=group))
         for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
     ]
-    rows, metrics = build_rows(scored, config)
+    bank = TokenBank.of(config)
+    rollout_id = getattr(args, "logged_rollout_id", None)
+    rows, metrics = build_rows(scored, config, bank=bank and bank.write, rollout_id=rollout_id)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
@@ -199,7 +204,6 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         # As float32, so that the trainer can compare the two fields token for token.
         s.rollout_log_probs = getattr(s, wire.CARRIER)[:, wire.OLD].tolist()
     total = wire.checksum([getattr(s, wire.CARRIER) for s in samples], [s.index for s in samples])
-    rollout_id = getattr(args, "logged_rollout_id", None)
     logger.info(f"slime_tandem channels sent {rollout_id}: samples {len(samples)} check-sum {total:016x}")
     metrics["rollout/failed_samples"] = float(len(samples) - len(written))
     _report(args, rollout_id, metrics)

@@ -96,13 +96,14 @@ def _check_tasks(config: RunConfig) -> None:
         for setting, value, usual in (
             ("opd.signal", opd.signal, "sampled"),
             ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+            ("opd.token_bank_dir", opd.token_bank_dir, None),
         ):
             if len(mine) > 1 and value not in (usual, "full"):
                 raise ConfigError(
                     setting,
                     value,
-                    f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
-                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                    f"{usual or 'null'} where several teachers score one task ({family}: {', '.join(mine)})",
+                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual or 'null'}",
                 )
 
 
@@ -228,13 +229,13 @@ class Roster:
     @property
     def scoring(self) -> Scoring:
         """What the run asks of its teachers."""
-        opd, chosen = self.config.opd, self.config.opd.selection
+        opd = self.config.opd
         return Scoring(
             opd.alignment,
             0 if opd.signal == "sampled" else opd.top_k,
             opd.support,
-            0 if chosen.mask == "full" else chosen.top_k,
-            chosen.missing_mass == "exact",
+            opd.list_length,
+            opd.selection.asks_cross,
         )
 
     def fused_tables(self) -> list[frozenset[int]]:
@@ -303,6 +304,7 @@ class Roster:
             max_batch=self.config.engine.max_batch,
             concurrency=opd.concurrency,
             max_tokens=_max_tokens(self.folders[role], info),
+            temperature=self.config.sampling.temperature if opd.teacher_temperature == "rollout" else 1.0,
         )
         with _of_role(role):
             if url := self.members[role].url:

@@ -64,7 +64,10 @@ def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
         "tandem/senior_token_fraction": float(senior.sum() / total),
         "tandem/junior_token_fraction": float(junior.sum() / total),
         "tandem/switches_per_seq": float(np.mean([s.switches for s in samples])),
-        "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
+        "tandem/tokens_per_sent": float(
+            np.mean(np.maximum(senior + junior, 1) / np.array([s.switches + 1 for s in samples]))
+        ),
+        "tandem/tokens_per_stretch": float(total / max(sum(len(s.runs) for s in samples), 1)),
         "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
         "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),

@@ -147,8 +147,12 @@ def test_errors_are_of_one_family() -> None:
 # ---- contradictions ----
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sampling": {"temperature": 0.6}}, "opd.enabled=True: expected sampling.temperature=1"),
-    ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature=1, top_p=1"),
+    ({"sampling": {"temperature": 0}}, "opd.enabled=True: expected sampling.temperature above 0"),
+    ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature above 0, top_p=1"),
+    (
+        {"opd": {"teacher_temperature": "rollout", "selection": {"selector": "tip", "ratio": 0.1}}},
+        "opd.teacher_temperature='rollout': expected 1 with a selection",
+    ),
     ({"sampling": {"top_k": 20}}, "opd.enabled=True"),
     ({"sampling": {"min_p": 0.1}}, "opd.enabled=True"),
     (
@@ -252,6 +256,8 @@ def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
     "tree",
     [
         {"sampling": {"temperature": 0.6}, "opd": {"enabled": False}},
+        {"sampling": {"temperature": 0.6}},
+        {"sampling": {"temperature": 0.6}, "opd": {"teacher_temperature": "rollout"}},
         {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20}, "opd": {"enabled": False}, "train": {"steps": 0}},
         {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1}, "opd": {"enabled": False}},
         {

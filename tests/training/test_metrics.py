@@ -58,6 +58,8 @@ def test_responses_are_counted_by_author() -> None:
     assert found["tandem/senior_token_fraction"] == pytest.approx(4 / 5)
     assert found["tandem/junior_token_fraction"] == pytest.approx(1 / 5), "inserted text is nobody's"
     assert found["tandem/switches_per_seq"] == 1.0
+    assert found["tandem/tokens_per_sent"] == pytest.approx((4 / 3 + 1 / 1) / 2), "as published: a mean of ratios"
+    assert found["tandem/tokens_per_stretch"] == 5 / 2
     assert found["tandem/requests_per_token"] == pytest.approx(4 / 5)
 
 

@@ -253,17 +253,22 @@ def _number(name: str, value: Any, default: float, low: float, high: float, *, l
     return float(value)
 
 
-def _truncated_logprobs(value: Any, possible: bool) -> bool:
-    """The one custom parameter: output log-probs of the distribution that was drawn from, and its ids."""
+def _custom(value: Any, possible: bool) -> tuple[bool, float]:
+    """The custom parameters: `truncated_logprobs` (output log-probs of the distribution that was drawn from, and its ids) and
+    `input_temperature` (that of the input log-probs)."""
     if value is None:
-        return False
-    if not isinstance(value, dict) or not set(value) <= {"truncated_logprobs"}:
-        raise refuse("sampling_params.custom_params", value, "an object with truncated_logprobs alone", "remove it")
+        return False, 1.0
+    if not isinstance(value, dict) or not set(value) <= {"truncated_logprobs", "input_temperature"}:
+        expected = "an object with truncated_logprobs and input_temperature alone"
+        raise refuse("sampling_params.custom_params", value, expected, "remove it")
+    heat = _number(
+        "sampling_params.custom_params.input_temperature", value.get("input_temperature"), 1.0, low=0.01, high=100
+    )
     asked = value.get("truncated_logprobs", False)
     if not isinstance(asked, bool) or (asked and not possible):
         expected = "truncated_logprobs true or false; true with return_logprob=true and a temperature above 0"
         raise refuse("sampling_params.custom_params", value, expected)
-    return asked
+    return asked, heat
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -479,7 +484,7 @@ class RequestParser:
         start = _integer("logprob_start_len", options["logprob_start_len"], -1, -1, n)
         top_num = _integer("top_logprobs_num", options["top_logprobs_num"], 0, 0, V)
         chosen = options["token_ids_logprob"]
-        truncated = _truncated_logprobs(params.get("custom_params"), return_logprob and not draw.greedy)
+        truncated, heat = _custom(params.get("custom_params"), return_logprob and not draw.greedy)
         job = Job(
             rid=rid,
             input_ids=np.array(ids, dtype=np.int64),
@@ -503,6 +508,7 @@ class RequestParser:
             if chosen in (None, []) or not return_logprob
             else tuple(_token_ids("token_ids_logprob", chosen, V, V).tolist()),
             truncated_logprobs=truncated,
+            input_temperature=heat,
         )
         return Item(
             job,
@@ -591,6 +597,8 @@ def answers(items: list[Item], outputs: list[Output], model: ServedModel) -> lis
             meta["output_token_logprobs"] = [
                 (value, token, None) for value, token in zip(out.log_probs, out.output_ids, strict=True)
             ]
+            if job.input_temperature != 1.0:
+                meta["input_temperature"] = job.input_temperature
             if job.truncated_logprobs:
                 meta["output_kept_ids"] = out.kept_ids
             if job.top_logprobs_num:

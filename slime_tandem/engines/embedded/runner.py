@@ -64,6 +64,7 @@ class Job:
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...] | None
     truncated_logprobs: bool = False
+    input_temperature: float = 1.0
 
 
 @dataclass(slots=True)
@@ -361,8 +362,9 @@ class Runner:
         return chunk, spans
 
     def _report_inputs(self, logits: torch.Tensor, owners: list[_Running], targets: list[int]) -> None:
-        """Log-probs of input tokens, at temperature 1 whatever the request's temperature is (as SGLang)."""
-        log_probs = torch.log_softmax(logits, dim=-1)
+        """Log-probs of input tokens, at temperature 1 whatever the request's is (as SGLang), or the one asked for."""
+        heat = torch.tensor([run.job.input_temperature for run in owners])
+        log_probs = torch.log_softmax(logits / heat[:, None] if (heat != 1.0).any() else logits, dim=-1)
         picked = log_probs.gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1).tolist()
         for run, value in zip(owners, picked, strict=True):
             run.output.input_log_probs.append(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ def test_output_log_probs_are_at_the_sampling_temperature_and_input_ones_at_one(
 ) -> None:
     job = make_job(prompts(1)[0], 10, temperature=temperature, logprob_start=0)
     check_output(job, run_jobs(make_runner(), [job])[0], references["llama"], temperature)
+
+
+def test_input_log_probs_at_a_temperature_of_their_own(
+    make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run, references: dict[str, Any]
+) -> None:
+    """`opd.teacher_temperature=rollout`: beside each other, each request at its own; candidates, too."""
+    ids = prompts(1)[0] + [7]
+    jobs = [
+        replace(make_job(ids, 0, logprob_start=0, top_logprobs_num=2), input_temperature=heat)
+        for heat in (1.0, 0.5, 2.0)
+    ]
+    for job, out in zip(jobs, run_jobs(make_runner(), jobs), strict=True):
+        want = references["llama"].log_probs(ids, job.input_temperature)
+        given = [want[i - 1, ids[i]].item() for i in range(1, len(ids))]
+        np.testing.assert_allclose(np.array(out.input_log_probs[1:], float), given, atol=TOLERANCE, rtol=0)
+        best = [entry[0][0] for entry in out.input_top[1:]]
+        np.testing.assert_allclose(best, want[: len(ids) - 1].max(-1).values.numpy(), atol=TOLERANCE, rtol=0)
 
 
 def test_greedy_is_the_argmax_with_log_probs_at_temperature_one(
