@@ -57,6 +57,7 @@ from slime_tandem.config.section import (
     http_url,
 )
 from slime_tandem.config.sections import EvalConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.serving import ServedModel, ServingConfig
 from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
@@ -102,6 +103,8 @@ __all__ = [
     "SelectionRules",
     "Selector",
     "SelectorName",
+    "ServedModel",
+    "ServingConfig",
     "StrategyName",
     "Support",
     "Surrogate",

@@ -32,7 +32,7 @@ def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
     """Raise ModelError where a server reports another vocabulary size than the model folder: its log-probs would be noise."""
     served, own = info.get("vocab_size"), None
     if (folder / "config.json").exists():
-        own = read_model_config(folder).get("vocab_size")
+        own = language_config(read_model_config(folder)).get("vocab_size")
     if isinstance(served, int) and isinstance(own, int) and served != own:
         raise ModelError(
             f"server {url}",
@@ -78,6 +78,16 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError("model", str(folder), "a folder with config.json", "save it with save_pretrained")
     return read_json_object(path)
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about text: of a model with other senses, too (Gemma 3), its `text_config`.
+
+    >>> language_config({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
+    {'hidden_size': 8}
+    """
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
-from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
+from slime_tandem.models.hf import check_model_folder, check_served_model, language_config, read_model_config
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids, rule_of
@@ -309,5 +309,5 @@ def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:
         return reported
     # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
     # _validate_one_request).
-    context = read_model_config(folder).get("max_position_embeddings")
+    context = language_config(read_model_config(folder)).get("max_position_embeddings")
     return context - 1 if isinstance(context, int) else None
