@@ -39,7 +39,9 @@ class ClusterConfig(Section):
     pipeline_parallel: int = Field(1, ge=1, description="its pipeline parallel size")
     context_parallel: int = Field(1, ge=1, description="its context parallel size")
     expert_parallel: int = Field(
-        1, ge=1, description="its expert parallel size, for a mixture of experts: ranks among which a layer's experts are divided"
+        1,
+        ge=1,
+        description="its expert parallel size, for a mixture of experts: ranks among which a layer's experts are divided",
     )
     max_tokens_per_gpu: int = Field(8192, ge=1, description="tokens of a micro-batch on one GPU of the trainer")
     recompute: bool = Field(True, description="compute activations again in the backward pass instead of keeping them")

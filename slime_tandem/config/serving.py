@@ -17,7 +17,8 @@ class ServedModel(Section):
     """How one model is served; every default leaves it to the server."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="weights and computation; null: models.dtype here, SGLang's choice under slime (never float32)"
+        None,
+        description="weights and computation; null: models.dtype here, SGLang's choice under slime (never float32)",
     )
     revision: str | None = Field(
         None,

@@ -48,8 +48,8 @@ class Experts:
 class Architecture:
     """What decides the function a checkpoint computes, apart from its weights.
 
-    `rope` is the config's `rope_parameters` as sorted pairs. Sizes are counts of units, `max_positions` is in tokens. `experts`:
-    None for a dense model.
+    `rope` is the config's `rope_parameters` as sorted pairs. Sizes are counts of units, `max_positions` is in tokens.
+    `experts`: None for a dense model.
     """
 
     model_type: str
@@ -91,7 +91,7 @@ def architecture_of(hf_config: Any, *, experts: bool = False) -> Architecture:
     """
     if experts and hf_config.model_type in _EXPERTS:
         return _of_experts(hf_config)
-    _require_family(hf_config)
+    _require_family(hf_config, {*_CAUSAL_LM, *(_EXPERTS if experts else ())})
     return _architecture(hf_config)
 
 
@@ -117,11 +117,15 @@ def _architecture(hf_config: Any) -> Architecture:
 
 def _of_experts(hf_config: Any) -> Architecture:
     kind, classes = hf_config.model_type, hf_config.architectures
-    require(classes in (None, [_EXPERTS[kind]]), "architectures", classes, f"[{_EXPERTS[kind]!r}]", "use a causal model")
+    require(
+        classes in (None, [_EXPERTS[kind]]), "architectures", classes, f"[{_EXPERTS[kind]!r}]", "use a causal model"
+    )
     dense = list(getattr(hf_config, "mlp_only_layers", None) or [])
     require(not dense, "mlp_only_layers", dense, "[]: experts in every layer", "use a checkpoint without dense layers")
     step = getattr(hf_config, "decoder_sparse_step", 1)
-    require(step == 1, "decoder_sparse_step", step, "1: experts in every layer", "use a checkpoint without dense layers")
+    require(
+        step == 1, "decoder_sparse_step", step, "1: experts in every layer", "use a checkpoint without dense layers"
+    )
     count = int(getattr(hf_config, "num_experts", None) or hf_config.num_local_experts)
     active = int(hf_config.num_experts_per_tok)
     require(0 < active <= count, "num_experts_per_tok", active, f"1 to num_experts={count}", "mend config.json")
@@ -129,10 +133,14 @@ def _of_experts(hf_config: Any) -> Architecture:
     return replace(_architecture(hf_config), experts=found)
 
 
-def _require_family(hf_config: Any) -> None:
+def _require_family(hf_config: Any, known: set[str]) -> None:
     kind, classes = hf_config.model_type, hf_config.architectures
     require(
-        kind in _CAUSAL_LM, "model_type", kind, f"one of {', '.join(_CAUSAL_LM)}", "use a dense model of these families"
+        kind in known,
+        "model_type",
+        kind,
+        f"one of {', '.join(sorted(known))} for a model that is trained",
+        "use a model of these families; others can be served, as junior or teacher",
     )
     require(
         classes in (None, [_CAUSAL_LM[kind]]),

@@ -80,6 +80,27 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json_object(path)
 
 
+def check_revision(folder: Path, revision: str | None) -> None:
+    """Raise ModelError unless the folder is the snapshot of this commit, or of this name, in a Hugging Face cache.
+
+    Such a cache keeps a commit in `snapshots/<commit>`, and in `refs/<name>` which commit a branch or tag is.
+    """
+    if revision is None:
+        return
+    snapshot = folder.absolute()
+    if snapshot.parent.name != "snapshots":
+        snapshot = folder.resolve()
+    ref = snapshot.parent.parent / "refs" / revision
+    named = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+    if snapshot.parent.name != "snapshots" or snapshot.name != named:
+        raise ModelError(
+            "revision",
+            revision,
+            f"that of the folder {folder}",
+            "name the folder snapshots/<commit> of a Hugging Face cache, or leave the revision out",
+        )
+
+
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that is about text: of a model with other senses, too (Gemma 3), its `text_config`.
 

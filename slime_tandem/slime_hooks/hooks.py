@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
     """`--custom-generate-function-path`: senior and junior write the response; evaluations are the senior's
-    alone, by slime's own generate."""
-    if evaluation:
+    alone, by slime's own generate, and so are samples whose routes through the experts are replayed, which it asks for."""
+    if evaluation or (getattr(args, "use_rollout_routing_replay", False) and not settings(args).tandem.enabled):
         from slime.rollout import sglang_rollout
 
         return await sglang_rollout.generate(args, sample, dict(sampling_params))

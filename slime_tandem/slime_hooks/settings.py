@@ -21,6 +21,7 @@ _SLIMES_OWN: dict[str, str] = {
     "runs_dir": "--save",
     "optimizer": "--optimizer, --lr and the like",
     "control": "a second launch without our flags",
+    "serving": "--sglang-config",
     "eval": "--eval-prompt-data, --eval-interval and --eval-config",
     "engine.threads": "--sglang-config",
     "engine.max_batch": "--sglang-max-running-requests",

@@ -19,8 +19,9 @@ from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.budgets import check_context, check_memory
-from slime_tandem.slime_launch.layout import Layout, layout, sglang_config, to_yaml
+from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
 from slime_tandem.slime_launch.prompts import prompt_data
+from slime_tandem.slime_launch.served import in_context, of_architecture, served
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
 from slime_tandem.slime_launch.user_flags import accepted, split
 
@@ -45,7 +46,7 @@ WITH_JUNIOR = "hooks.generate_with_junior"
 """The same for an evaluation set that senior and junior write together."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
-LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
+LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "serving", "cluster")
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
@@ -100,16 +101,22 @@ def plan(
     assert (config.engine.mode == "fused") == (fused is not None)
     _not_under_slime(config)
     place = layout(config)
-    arches = {group.name: architecture(group.model) for group in place.groups}
-    junior = architecture(config.models.junior) if fused else None
-    check_context(config, arches, junior)
-    notes = [*place.describe(), *check_memory(config, place, arches, junior)]
-    folder = folder.resolve()
+    senior = architecture(config.models.senior)
+    models = {
+        group.name: served(group.model, group.serving, field=serving_of(config, group.name)[0])
+        for group in place.groups[1:]
+    }
+    models = {ACTOR: in_context(of_architecture(senior), config.serving.senior), **models}
+    junior = of_architecture(architecture(config.models.junior)) if fused else None
+    check_context(config, models, junior)
+    notes = [*place.describe(), *check_memory(config, place, senior, models, junior)]
+    folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
+    routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
     files = {
         settings: yaml.safe_dump({KEY: _settings(config)}, sort_keys=False, allow_unicode=True),
-        servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction)),
+        servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction, routes=routes)),
         **prompt_files,
     }
     sizes = _sizes(config)
@@ -127,7 +134,6 @@ def plan(
         *_hooks(config),
     ]
     environment: dict[str, str] = {}
-    extra = [*config.cluster.slime_flags, *extra]
     if fused is not None:
         environment, more = fused
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
@@ -304,6 +310,8 @@ def _trainer(config: RunConfig) -> list[str]:
     flags += ["--make-vocab-size-divisible-by", "1"]
     if c.tensor_parallel > 1:
         flags.append("--sequence-parallel")
+    if architecture(config.models.senior).experts is not None:
+        flags += ["--expert-model-parallel-size", str(c.expert_parallel), "--expert-tensor-parallel-size", "1"]
     flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(c.max_tokens_per_gpu)]
     if c.recompute:
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

@@ -52,9 +52,15 @@ class Served:
 
 
 def of_architecture(arch: Architecture, how: ServedModel | None = None) -> Served:
-    """A model whose sizes are all known: two bytes a weight, keys and values of every layer in two bytes."""
+    """A model whose sizes are all known: two bytes for a weight, a key and a value, unless `how` has another dtype."""
     size = _BYTES[(how and how.dtype) or "bfloat16"]
-    return Served(arch.num_heads, arch.max_positions, size * parameters(arch), arch.num_kv_heads, 2 * size * arch.num_layers * arch.head_dim)
+    return Served(
+        arch.num_heads,
+        arch.max_positions,
+        size * parameters(arch),
+        arch.num_kv_heads,
+        2 * size * arch.num_layers * arch.head_dim,
+    )
 
 
 def served(model: str, how: ServedModel, *, field: str) -> Served:
@@ -65,9 +71,13 @@ def served(model: str, how: ServedModel, *, field: str) -> Served:
     found = of_architecture(PUBLISHED[model], how) if model in PUBLISHED else _of_folder(Path(model), how, field)
     if how.kv_bytes_per_token is not None:
         found = replace(found, kv_heads=0, kv_head=0, kv_whole=how.kv_bytes_per_token)
-    if how.context_length is not None:
-        found = replace(found, max_positions=min(found.max_positions or how.context_length, how.context_length))
-    return found
+    return in_context(found, how)
+
+
+def in_context(model: Served, how: ServedModel) -> Served:
+    """The same, with no more positions than its server is given."""
+    given = how.context_length
+    return model if given is None else replace(model, max_positions=min(model.max_positions or given, given))
 
 
 def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
@@ -91,10 +101,9 @@ def _with_cache(base: Served, config: Mapping[str, Any], size: int, notes: list[
     kinds = list(config.get("layer_types") or _by_interval(config, layers or 0))
     attending = [kind for kind in kinds if "attention" in kind and not kind.startswith("linear")]
     heads, hidden = base.heads, _whole(config.get("hidden_size"))
-    if latent := _whole(config.get("kv_lora_rank")):
-        if layers is not None:
-            notes.append("KV cache: latents, the same on every GPU of an engine")
-            return replace(base, kv_whole=size * layers * (latent + int(config.get("qk_rope_head_dim") or 0)))
+    if (latent := _whole(config.get("kv_lora_rank"))) and layers is not None:
+        notes.append("KV cache: latents, the same on every GPU of an engine")
+        return replace(base, kv_whole=size * layers * (latent + int(config.get("qk_rope_head_dim") or 0)))
     head = _whole(config.get("head_dim")) or (hidden // heads if hidden and heads else None)
     kv_heads = _whole(config.get("num_key_value_heads")) or heads
     if layers is None or head is None or kv_heads is None or (kinds and not attending):
@@ -107,7 +116,9 @@ def _with_cache(base: Served, config: Mapping[str, Any], size: int, notes: list[
     full, share = len(attending) if kinds else layers, 1.0
     if kinds and full < layers:
         share = 1 / (1 + _STATES)
-        notes.append(f"KV cache: of {full} of {layers} layers; SGLang keeps {1 - share:.0%} of the pool for the others' states")
+        notes.append(
+            f"KV cache: of {full} of {layers} layers; SGLang keeps {1 - share:.0%} of the pool for the others' states"
+        )
     elif config.get("sliding_window") and config.get("use_sliding_window", True):
         notes.append("KV cache: layers with a sliding window counted whole, an upper bound")
     return replace(base, kv_heads=kv_heads, kv_head=2 * size * full * head, kv_share=share)
@@ -119,7 +130,9 @@ def _by_interval(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["linear_attention" if (i + 1) % n else "full_attention" for i in range(layers)] if n else []
 
 
-def _weights(folder: Path, raw: Mapping[str, Any], hf_config: Any, how: ServedModel, field: str) -> tuple[int, str | None]:
+def _weights(
+    folder: Path, raw: Mapping[str, Any], hf_config: Any, how: ServedModel, field: str
+) -> tuple[int, str | None]:
     """(bytes of the weights, how they were found where that is no count of the files)."""
     if how.weights_gib is not None:
         return int(how.weights_gib * GIB), None
