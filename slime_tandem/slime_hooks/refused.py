@@ -393,7 +393,8 @@ _ADVANTAGES = (
     ),
 )
 
-_OUR_REWARD = "slime_tandem.slime_hooks.hooks.reward"
+OUR_REWARD = "slime_tandem.slime_hooks.hooks.reward"
+"""What `--custom-rm-path` names where this package scores."""
 
 
 def _task_rewards(job: Job) -> list[str]:
@@ -413,12 +414,12 @@ def _one_reward(flag: str, wrong: Test = given) -> Rule:
 
 _REWARD = (
     _one_reward("--rm-type"),
-    _one_reward("--custom-rm-path", lambda value, _: value not in (None, _OUR_REWARD)),
+    _one_reward("--custom-rm-path", lambda value, _: value not in (None, OUR_REWARD)),
     Rule(
         "--custom-rm-path",
         lambda job: f"not to be set with cluster.reward={job.config.cluster.reward!r}, which slime would pass over",
         "remove one of the two",
-        wrong=lambda value, _: value not in (None, _OUR_REWARD),
+        wrong=lambda value, _: value not in (None, OUR_REWARD),
         when=lambda job: job.config.cluster.reward is not None,
         planned=True,
     ),

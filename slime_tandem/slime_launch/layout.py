@@ -17,6 +17,7 @@ import yaml
 
 from slime_tandem.config import ClusterConfig, RunConfig, ServedModel, read_yaml_mapping
 from slime_tandem.errors import ConfigError
+from slime_tandem.slime_hooks.before import check_backups
 
 ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
 """Names of the models in the file; slime's `get_model_url` finds their routers by them."""
@@ -241,20 +242,15 @@ def check_sglang_config(config: RunConfig, path: Path, plan: Layout) -> None:
         raise ConfigError(
             where, names[0], f"{ACTOR} first, with update_weights: true", "the first model is the one that slime trains"
         )
-    start = 0 if config.cluster.colocate else plan.trainer_gpus
+    if config.cluster.colocate:
+        check_backups(models, plan.trainer_gpus, where)
+    found = 0
     for model in models:
-        groups = model.get("server_groups") or model.get("engine_groups") or []
         if model["name"] != ACTOR and model.get("update_weights") is not False:
             raise ConfigError(
                 f"{where} {model['name']}", model.get("update_weights"), "update_weights: false", "it is frozen"
             )
-        for group in groups:
-            backed_up = (group.get("overrides") or {}).get("enable_weights_cpu_backup") is True
-            if model["name"] != ACTOR and config.cluster.colocate and start < plan.trainer_gpus and not backed_up:
-                expected = "overrides.enable_weights_cpu_backup: true, the trainer uses its GPUs in turns"
-                raise ConfigError(f"{where} {model['name']}", group.get("overrides"), expected, "add it")
-            start += int(group.get("num_gpus", 0))
-    found = start - (0 if config.cluster.colocate else plan.trainer_gpus)
+        found += sum(int(g.get("num_gpus", 0)) for g in model.get("server_groups") or model.get("engine_groups") or [])
     if found != plan.rollout_gpus:
         raise ConfigError(where, f"{found} GPUs", f"{plan.rollout_gpus}, as in the cluster section", "make both agree")
 
