@@ -49,6 +49,11 @@ class ClusterConfig(Section):
         None,
         description="the senior's start weights as torch_dist (`slime-tandem convert`); null: the Hugging Face folder",
     )
+    loss: Literal["own", "slime"] = Field(
+        "own",
+        description="slime: its policy_loss, its advantages and the flags of both, without a teacher (docs/slime.md, recipe 1); "
+        "own: this package's, with everything in `objective`",
+    )
     reward: str | None = Field(None, description="slime's --rm-type; null: this package scores the task")
     layer_spec: Literal["transformer_engine", "own"] = Field(
         "transformer_engine", description="own: layers without Transformer Engine, for machines that lack it"

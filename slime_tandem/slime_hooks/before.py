@@ -56,7 +56,9 @@ def check_backups(models: list[Mapping[str, Any]], trainer_gpus: int, where: str
     for number, model in enumerate(models):
         for group in model.get("server_groups") or model.get("engine_groups") or []:
             overrides = group.get("overrides") or {}
-            backed_up = any(str(k).replace("-", "_") == "enable_weights_cpu_backup" and v is True for k, v in overrides.items())
+            backed_up = any(
+                str(k).replace("-", "_") == "enable_weights_cpu_backup" and v is True for k, v in overrides.items()
+            )
             trained = number == 0 if model.get("update_weights") is None else bool(model["update_weights"])
             if not trained and start < trainer_gpus and not backed_up and group.get("worker_type") != "placeholder":
                 expected = "overrides.enable_weights_cpu_backup: true, the trainer uses its GPUs in turns"

@@ -502,6 +502,7 @@ PLANNED: dict[str, str] = {
     "--recompute-method": "cluster.recompute",
     "--recompute-num-layers": "cluster.recompute",
     "--sglang-mem-fraction-static": "cluster.mem_fraction",
+    "--loss-type": "cluster.loss",
     "--spec": "cluster.layer_spec",
     "--transformer-impl": "cluster.layer_spec",
 }
@@ -515,7 +516,6 @@ REMEDIES: dict[str, str] = {
     "--label-key": f"{_ROWS}, whose lines have `label`",
     "--metadata-key": _ROWS,
     "--apply-chat-template": _ROWS,
-    "--loss-type": f"remove it: a plan trains by our loss; for slime's own {_BY_HAND}",
     "--custom-config-path": "remove it: a plan writes that file; settings go by --set",
 }
 """slime's flag -> what to do instead of it in a plan, where no setting says it."""

@@ -40,6 +40,13 @@ HOOKS: dict[str, str] = {
     "--custom-megatron-init-path": "hooks.megatron_init",
 }
 """Every import string of ours, by slime's flag."""
+_WRITING = {
+    "--data-source-path",
+    "--custom-generate-function-path",
+    "--custom-rollout-log-function-path",
+    "--custom-eval-rollout-log-function-path",
+}
+"""Those that stay beside slime's own loss."""
 REWARD = "hooks.reward"
 """The same for `--custom-rm-path`, where `cluster.reward` names none of slime's."""
 WITH_JUNIOR = "hooks.generate_with_junior"
@@ -152,7 +159,8 @@ def _sizes(config: RunConfig) -> list[str]:
 
 def _hooks(config: RunConfig) -> list[str]:
     """Every import string of ours; with `cluster.layer_spec=own` our layers, without what Transformer Engine or Apex fuse."""
-    flags = [word for flag, path in HOOKS.items() for word in (flag, f"{PACKAGE}.{path}")]
+    named = {flag: path for flag, path in HOOKS.items() if config.cluster.loss == "own" or flag in _WRITING}
+    flags = [word for flag, path in named.items() for word in (flag, f"{PACKAGE}.{path}")]
     if config.cluster.layer_spec == "own":
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
@@ -285,11 +293,13 @@ def _rollout(config: RunConfig) -> list[str]:
 
 
 def _objective(config: RunConfig) -> list[str]:
-    o = config.objective
-    flags = ["--advantage-estimator", "grpo", "--loss-type", "custom_loss"]
-    if o.rollout_weights == "none":
+    o, own = config.objective, config.cluster.loss == "own"
+    # Beside slime's own loss the user's flags choose the estimator, the entropy bonus and whose log-probs are the old policy's.
+    flags = ["--advantage-estimator", "grpo", "--entropy-coef", "0"] if own else []
+    flags += ["--loss-type", "custom_loss" if own else "policy_loss"]
+    if own and o.rollout_weights == "none":
         flags.append("--use-rollout-logprobs")
-    flags += ["--eps-clip", _number(o.clip_low), "--eps-clip-high", _number(o.clip_high), "--entropy-coef", "0"]
+    flags += ["--eps-clip", _number(o.clip_low), "--eps-clip-high", _number(o.clip_high)]
     if o.scale_advantages == "none":
         flags.append("--disable-grpo-std-normalization")
     if o.kl_coef > 0:

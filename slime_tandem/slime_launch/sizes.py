@@ -175,7 +175,7 @@ def _expert_flags(experts: Experts, layers: int) -> list[str]:
         *("--num-experts", str(experts.count)),
         *("--moe-ffn-hidden-size", str(experts.ffn_size)),
         *("--moe-router-topk", str(experts.active)),
-        *("--moe-layer-freq", f"[{', '.join('1' * layers)}]"),
+        *("--moe-layer-freq", f"[{','.join('1' * layers)}]"),
         *("--moe-router-score-function", "softmax"),
         # The softmax of the active experts' logits alone makes weights that sum to 1.
         *(() if experts.normalised else ("--moe-router-pre-softmax",)),
