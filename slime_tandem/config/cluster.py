@@ -51,8 +51,8 @@ class ClusterConfig(Section):
     )
     loss: Literal["own", "slime"] = Field(
         "own",
-        description="slime: its policy_loss, its advantages and the flags of both, without a teacher (docs/slime.md, recipe 1); "
-        "own: this package's, with everything in `objective`",
+        description="slime: its policy_loss and advantages with their flags, without a teacher (docs/slime.md, recipe 1); own: "
+        "this package's, with everything in `objective`",
     )
     reward: str | None = Field(None, description="slime's --rm-type; null: this package scores the task")
     layer_spec: Literal["transformer_engine", "own"] = Field(

@@ -81,7 +81,7 @@ def _check_cut(config: RunConfig, place: Layout, arch: Architecture) -> None:
 
 
 def _check_experts(config: RunConfig, place: Layout, arch: Architecture) -> None:
-    """Expert parallel ranks are those of a pipeline stage; Megatron's own layers for experts need Transformer Engine."""
+    """Raise ConfigError where expert parallel ranks are no share of a pipeline stage, or not what the layers can."""
     c = config.cluster
     if arch.experts is None:
         if c.expert_parallel > 1:
@@ -91,9 +91,9 @@ def _check_experts(config: RunConfig, place: Layout, arch: Architecture) -> None
     if arch.experts.count % c.expert_parallel or stage % c.expert_parallel:
         expected = f"a divisor of its {arch.experts.count} experts, and of the {stage} GPUs of a pipeline stage"
         raise ConfigError("cluster.expert_parallel", c.expert_parallel, expected, "change it")
-    if c.layer_spec == "own":
-        expected = "transformer_engine for a mixture of experts: slime converts the layers of that alone"
-        raise ConfigError("cluster.layer_spec", c.layer_spec, expected, "remove it, or train a dense model")
+    if c.layer_spec == "own" and c.expert_parallel > 1:
+        expected = "1 with cluster.layer_spec=own, whose ranks have all experts each"
+        raise ConfigError("cluster.expert_parallel", c.expert_parallel, expected, "set it to 1")
 
 
 def _check_heads(models: list[Served], group: Group) -> None:

@@ -154,7 +154,10 @@ def _sizes(config: RunConfig) -> list[str]:
     arch = architecture(config.models.senior)
     # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
     length = ("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()
-    return [*model_flags(arch), *length]
+    flags = model_flags(arch)
+    if config.cluster.layer_spec == "own":
+        flags = [word for word in flags if word not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
+    return [*flags, *length]
 
 
 def _hooks(config: RunConfig) -> list[str]:

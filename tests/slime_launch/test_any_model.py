@@ -18,7 +18,7 @@ from slime_tandem.slime_launch.user_flags import split
 
 from .test_served import CONFIGS, folder_of
 
-CASES = ("moe_teacher", "mistral_junior", "gemma_teacher", "moe_student", "moe_student_alone")
+CASES = ("moe_teacher", "mistral_junior", "gemma_teacher", "moe_student", "moe_student_alone", "moe_student_own_layers")
 
 
 def launch(path: Path, case: str, *extra: str, **changes: Any) -> Plan:
@@ -39,6 +39,8 @@ def launch(path: Path, case: str, *extra: str, **changes: Any) -> Plan:
         models["senior"] = str(folder_of(path / "student", "qwen3_moe", rms_norm_eps=1e-6, tie_word_embeddings=False))
         tree |= {"cluster": {"trainer_gpus": 4, "tensor_parallel": 2, "expert_parallel": 2}}
         tree |= {"tandem": {"enabled": False}} if case == "moe_student_alone" else {}
+        if case == "moe_student_own_layers":
+            tree["cluster"] = {"layer_spec": "own"}
     for name, value in changes.items():
         tree[name] = {**tree.get(name, {}), **value}
     return launch_plan(RunConfig.from_mapping(tree), path / "launch", extra)
@@ -105,7 +107,7 @@ def test_a_student_with_experts_is_what_slimes_own_file_says(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ({}, {"cluster": {"layer_spec": "own"}}, "layer_spec='own': expected transformer_engine"),
+        ({}, {"cluster": {"layer_spec": "own"}}, "expert_parallel=2: expected 1 with cluster.layer_spec=own"),
         ({}, {"cluster": {"expert_parallel": 3}}, "expert_parallel=3: expected a divisor of its 4 experts"),
         ({"mlp_only_layers": [0]}, {}, "mlp_only_layers"),
         ({"decoder_sparse_step": 2}, {}, "decoder_sparse_step"),
