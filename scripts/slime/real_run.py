@@ -82,7 +82,9 @@ def model_flags(folder, own_layers):
     arch = architecture(str(folder))
     fused = {"--moe-grouped-gemm", "--moe-permute-fusion"} if own_layers else set()
     flags = [flag for flag in flags_of(arch) if flag not in fused]
-    length = ["--seq-length", arch.max_positions] if arch.max_positions < 4096 else []  # slime's own 4096 would be too long
+    length = (
+        ["--seq-length", arch.max_positions] if arch.max_positions < 4096 else []
+    )  # slime's own 4096 would be too long
     return [*flags, *length, "--make-vocab-size-divisible-by", 1, "--model-name", arch.model_type]
 
 

@@ -31,6 +31,28 @@ def check_packages(config: RunConfig, *, our_reward: bool) -> None:
         raise ConfigError("packages", None, expected, f"pip install {' '.join(missing)} (docs/slime.md, Installing)")
 
 
+def check_servers(args: Any, config: RunConfig) -> None:
+    """Raise ConfigError for a junior or teacher that has neither a model in `--sglang-config` nor a URL in the settings.
+
+    slime would ask the senior in its place; our hooks look again when the engines are up.
+    """
+    from slime_tandem.team.roster import members_of  # torch
+
+    file, names = getattr(args, "sglang_config", None), list[str]()
+    if file is not None:
+        models = read_yaml_mapping(Path(file)).get("sglang")
+        names = [str(m.get("name")) for m in models if isinstance(m, Mapping)] if isinstance(models, list) else []
+    inside = {"senior", *(["junior"] if config.engine.mode == "fused" else [])}
+    for role, member in members_of(config).items():
+        name = role.removeprefix("teacher ")
+        if role not in inside and member.url is None and name not in names:
+            url = "its url in opd.teachers" if role != name else f"engine.{role}_url"
+            expected = f"a model named {name} in --sglang-config, or {url}"
+            raise ConfigError(
+                f"server of the {role}", names or None, expected, "add the model (docs/slime.md, Servers)"
+            )
+
+
 def check_shared_gpus(args: Any) -> None:
     """Raise ConfigError for a frozen model of `--sglang-config` on GPUs of the trainer without a copy of its weights.
 

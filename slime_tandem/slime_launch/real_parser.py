@@ -59,6 +59,7 @@ def ask_hooks(args: argparse.Namespace) -> None:
     config = build(args)
     check_flags(args, config)
     before.check_packages(config, our_reward=scores_itself(args))
+    before.check_servers(args, config)
     before.check_shared_gpus(args)
 
 

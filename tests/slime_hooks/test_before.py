@@ -12,7 +12,7 @@ import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
-from slime_tandem.slime_hooks.before import check_packages, check_shared_gpus
+from slime_tandem.slime_hooks.before import check_packages, check_servers, check_shared_gpus
 
 LISTED = [{"family": "jsonl", "path": "x.jsonl"}]
 
@@ -84,6 +84,22 @@ def test_a_frozen_model_on_the_trainers_gpus_needs_a_copy_of_its_weights(
         return
     with pytest.raises(ConfigError, match=r"sglang\.yaml junior.*enable_weights_cpu_backup: true.*Remedy: add it"):
         check_shared_gpus(args)
+
+
+def test_a_role_without_a_server_is_named(tmp_path: Path) -> None:
+    file = file_of(tmp_path, ("actor", 6, {}), ("junior", 1, {}), ("maths", 1, {}))
+    with_file, without_file = SimpleNamespace(sglang_config=file), SimpleNamespace(sglang_config=None)
+    alone = RunConfig.load(overrides=["opd.enabled=false"])
+    check_servers(with_file, alone)
+    with pytest.raises(ConfigError, match="server of the junior=None: expected a model named junior"):
+        check_servers(without_file, alone)
+    check_servers(without_file, RunConfig.load(overrides=["opd.enabled=false", "engine.junior_url=http://x"]))
+    check_servers(without_file, RunConfig.load(overrides=["opd.enabled=false", "engine.mode=fused"]))
+    with pytest.raises(ConfigError, match=r"server of the teacher=\['actor', 'junior', 'maths'\].*engine\.teacher_url"):
+        check_servers(with_file, RunConfig())
+    check_servers(with_file, RunConfig.load(overrides=["opd.teachers=[{name: maths, model: m}]"]))
+    with pytest.raises(ConfigError, match="a model named code in --sglang-config, or its url"):
+        check_servers(with_file, RunConfig.load(overrides=["opd.teachers=[{name: code, model: m}]"]))
 
 
 def test_without_such_a_file_nothing_is_asked(tmp_path: Path) -> None:
