@@ -188,6 +188,14 @@ def _expert_flags(experts: Experts, layers: int) -> list[str]:
     ]
 
 
+def flags_of_folder(folder: Path) -> list[str]:
+    """`model_flags` of a Hugging Face folder; none where it is of a kind that this package has no flags for."""
+    try:
+        return model_flags(architecture(str(folder)))
+    except ModelError:
+        return []
+
+
 def read_model_args(file: Path) -> list[str]:
     """MODEL_ARGS of a shell file as slime's scripts/models/*.sh are written. Raises ConfigError for a file without."""
     script = 'set -e; source "$1"; ((${#MODEL_ARGS[@]} > 0)); printf "%s\\0" "${MODEL_ARGS[@]}"'
