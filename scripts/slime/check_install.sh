@@ -13,8 +13,9 @@ fi
 "$python" -m venv "$WORK/image"
 pip=("$WORK/image/bin/python" -m pip)
 site="$("$WORK/image/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
-while IFS== read -r name _ version; do
-  [[ "$name" == \#* ]] && continue
+while read -r line; do
+  [[ "$line" == \#* ]] && continue
+  name="${line%%==*}" version="${line#*==}"
   folder="$site/${name//-/_}-$version.dist-info"
   mkdir -p "$folder"
   printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\n' "$name" "$version" > "$folder/METADATA"

@@ -178,7 +178,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """`hidden` [t, H] sorted by expert, `tokens_per_expert` [experts], `probs` [t] of each token's expert; [t, H]."""
         counts = tokens_per_expert.tolist()
         out = []
-        for n, (x, p) in enumerate(zip(hidden.split(counts), probs.split(counts), strict=True)):
+        for n, (x, p) in enumerate(zip(torch.split(hidden, counts), torch.split(probs, counts), strict=True)):
             up, down = getattr(self.linear_fc1, f"weight{n}"), getattr(self.linear_fc2, f"weight{n}")
             gate, value = nn.functional.linear(x, up).chunk(2, dim=-1)
             inner = nn.functional.silu(gate) * value * p.unsqueeze(-1)

@@ -195,7 +195,7 @@ def _require(holds: bool, field: str, value: object, expected: str, remedy: str)
 
 def _overrides(how: ServedModel) -> dict[str, Any]:
     """Settings of one model as fields of SGLang's ServerArgs."""
-    said = {"dtype": how.dtype, "quantization": how.quantization, "context_length": how.context_length}
+    said: dict[str, Any] = {"dtype": how.dtype, "quantization": how.quantization, "context_length": how.context_length}
     said |= {"mem_fraction_static": how.mem_fraction, "disable_cuda_graph": how.enforce_eager or None}
     return {name: value for name, value in said.items() if value is not None}
 

@@ -161,7 +161,7 @@ def _count(hf_config: Any) -> int | None:
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
     except Exception:  # noqa: BLE001 - whatever a modelling file raises: the size is asked for instead
         return None
-    return sum(p.numel() for p in model.parameters())
+    return sum(int(p.numel()) for p in model.parameters())
 
 
 def _transformers_config(folder: Path) -> Any:
