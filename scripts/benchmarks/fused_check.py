@@ -27,6 +27,7 @@ import torch
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
+from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -133,7 +134,7 @@ class Check:
         request = urllib.request.Request(
             f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        urllib.request.urlopen(request, timeout=120).read()
+        DIRECT.open(request, timeout=120).read()
 
 
 def memory() -> int | None:

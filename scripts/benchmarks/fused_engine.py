@@ -44,6 +44,7 @@ from tandem_rollout import VARIANTS, make_writers, tandem
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import catch_up_of, environment, override_args, write_tables
+from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
@@ -118,7 +119,7 @@ def served(
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
                 raise SystemExit(f"the server of {folder.name} did not come up:\n{tail}")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if urllib.request.urlopen(f"{url}/health", timeout=5).status == 200:
+                if DIRECT.open(f"{url}/health", timeout=5).status == 200:
                     break
             time.sleep(0.5)
         yield url
@@ -277,7 +278,7 @@ async def profiled(
     post = urllib.request.Request(
         f"{url}/start_profile", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    await asyncio.to_thread(urllib.request.urlopen, post, timeout=60)
+    await asyncio.to_thread(DIRECT.open, post, timeout=60)
     await running
     for _ in range(120):
         if files := list(folder.rglob("*.trace.json.gz")):

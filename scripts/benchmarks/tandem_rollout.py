@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from bench_models import SIZES, make_folder, tiny_pair
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.sessions import SessionEngine
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
@@ -359,7 +359,7 @@ def sglang_pair(args: argparse.Namespace, extra: str, folder: Path) -> Iterator[
         for i, (url, process) in enumerate(zip(urls, processes, strict=True)):
             while True:
                 with contextlib.suppress(OSError, http.client.HTTPException):
-                    if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
+                    if DIRECT.open(f"{url}/health", timeout=2).status == 200:
                         break
                 if process.poll() is not None or time.monotonic() > end:
                     tail = (folder / f"server{i}.log").read_text(errors="replace")[-4000:]

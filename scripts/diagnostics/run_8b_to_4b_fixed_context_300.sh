@@ -4,6 +4,6 @@
 # (scripts/diagnostics/run_heldout_fixed_context_300.sh lists it). DRY_RUN=1 prints the commands.
 set -euo pipefail
 : "${STUDENT_HF:?a folder of Qwen3-4B}" "${TRAINED_HF:?the same, trained}" "${TEACHER_MODEL:?a folder of Qwen3-8B}" "${PROMPT_DATA:?a JSONL of prompts}"
-export OUT="${OUT:-${OUTPUT_ROOT:-runs}/diagnostics-8b-to-4b}" DTYPE="${DTYPE:-bfloat16}" DEVICE="${DEVICE:-cuda}"
+export OUT="${OUT:-${OUTPUT_ROOT:-$(dirname "${BASH_SOURCE[0]}")/../../runs}/diagnostics-8b-to-4b}" DTYPE="${DTYPE:-bfloat16}" DEVICE="${DEVICE:-cuda}"
 export SETTINGS="${SETTINGS:-sampling.max_new_tokens=2048}"
 exec bash "$(dirname "${BASH_SOURCE[0]}")/run_heldout_fixed_context_300.sh"

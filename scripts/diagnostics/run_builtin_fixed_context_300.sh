@@ -4,6 +4,8 @@
 # (default), TEACHER=other the quickstart's. Set any variable of run_heldout_fixed_context_300.sh to change it; DRY_RUN=1 prints.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+from_here STUDENT_HF TRAINED_HF TEACHER_MODEL CONFIG PROMPT_DATA RESPONSES
+into_here OUT CACHE
 setup_venv base diagnostics
 cd "$REPO"
 teacher="${TEACHER:-same}"

@@ -15,6 +15,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 STUDENT_HF="${STUDENT_HF:?the folder of the student before training}"
 TRAINED_HF="${TRAINED_HF:?the folder of the student after training}"
 TEACHER_MODEL="${TEACHER_MODEL:?the folder of the teacher}"
+# What is relative is so to the caller's folder; the rest of this script stands in the repository.
+from_here STUDENT_HF TRAINED_HF TEACHER_MODEL CONFIG PROMPT_DATA RESPONSES
+into_here OUT CACHE
 OUT="${OUT:-runs/diagnostics}"
 CACHE="${CACHE:-.cache/models}"
 setup_venv base diagnostics

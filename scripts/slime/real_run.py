@@ -74,23 +74,18 @@ def arguments():
     return parser.parse_args()
 
 
-def model_flags(folder):
-    """slime's model arguments from a Hugging Face config."""
-    c = json.loads((folder / "config.json").read_text())
-    rope = c.get("rope_parameters") or {"rope_theta": c.get("rope_theta", 10000.0)}
-    flags = [
-        "--swiglu", "--num-layers", c["num_hidden_layers"], "--hidden-size", c["hidden_size"],
-        "--ffn-hidden-size", c["intermediate_size"], "--num-attention-heads", c["num_attention_heads"],
-        "--group-query-attention", "--num-query-groups", c["num_key_value_heads"], "--kv-channels", c["head_dim"],
-        "--use-rotary-position-embeddings", "--rotary-base", int(rope["rope_theta"]), "--disable-bias-linear",
-        "--normalization", "RMSNorm", "--norm-epsilon", c["rms_norm_eps"], "--vocab-size", c["vocab_size"],
-        "--make-vocab-size-divisible-by", 1, "--model-name", c["model_type"],
-    ]  # fmt: skip
-    if c["model_type"] == "qwen3":
-        flags.append("--qk-layernorm")
-    if not c.get("tie_word_embeddings"):
-        flags.append("--untie-embeddings-and-output-weights")
-    return flags
+def model_flags(folder, own_layers):
+    """slime's model arguments from a Hugging Face config; without what Transformer Engine fuses for experts."""
+    from slime_tandem.slime_launch.sizes import architecture
+    from slime_tandem.slime_launch.sizes import model_flags as flags_of
+
+    arch = architecture(str(folder))
+    fused = {"--moe-grouped-gemm", "--moe-permute-fusion"} if own_layers else set()
+    flags = [flag for flag in flags_of(arch) if flag not in fused]
+    length = (
+        ["--seq-length", arch.max_positions] if arch.max_positions < 4096 else []
+    )  # slime's own 4096 would be too long
+    return [*flags, *length, "--make-vocab-size-divisible-by", 1, "--model-name", arch.model_type]
 
 
 def settings(a, urls):
@@ -171,7 +166,7 @@ def slime_flags(a, config):
         "--hf-checkpoint", senior, "--ref-load", senior,
         *(() if a.no_save else (
             "--load", a.work / "checkpoints", "--save", a.work / "checkpoints", "--save-interval", a.save_interval,
-        )), *model_flags(senior),
+        )), *model_flags(senior, not a.standard_spec),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", a.pp, "--context-parallel-size", a.cp,

@@ -53,5 +53,6 @@ while [[ $# -gt 0 ]]; do
 done
 launch="$OUTPUT_ROOT/$NAME/slime_launch"
 plan "$launch" --check "$CONFIG" --set "${settings[@]}" "${extra[@]}"
+check "$launch"
 start_ray
 submit "$launch"

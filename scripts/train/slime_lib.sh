@@ -170,7 +170,15 @@ plan() {
   grep '^#' "$folder/launch.sh"
 }
 
-# submit FOLDER: checks the flags against slime's own parser, waits for the servers, runs train.py, and returns its exit code.
+# check FOLDER: whether slime's own parser and the hooks take the launch's flags, and its packages are there; before anything starts.
+check() {
+  local -a SLIME_FLAGS SERVER_URLS
+  # shellcheck source=/dev/null
+  source "$1/launch.sh"
+  run "$SLIME_PYTHON" -W ignore -m slime_tandem.slime_launch.real_parser "${SLIME_FLAGS[@]}"
+}
+
+# submit FOLDER: waits for the servers, runs train.py, and returns its exit code. Check first.
 submit() {
   local folder="$1" url code=0
   local -a SLIME_FLAGS SERVER_URLS submission
@@ -179,7 +187,6 @@ submit() {
   for url in "${SERVER_URLS[@]}"; do
     if [[ "${DRY_RUN:-0}" == 1 ]]; then echo "wait for $url/health"; else wait_for "$url" "$url/health"; fi
   done
-  run "$SLIME_PYTHON" -W ignore -m slime_tandem.slime_launch.real_parser "${SLIME_FLAGS[@]}"
   submission=("$SLIME_PYTHON" -m ray.scripts.scripts job submit --address "${RAY_DASHBOARD:-}")
   job="tandem-$(basename "$(dirname "$folder")")-$$-$RANDOM"
   submission+=(--submission-id "$job" --runtime-env-json "$(runtime_env)" -- "$SLIME_PYTHON" "$SLIME_DIR/train.py" "${SLIME_FLAGS[@]}")

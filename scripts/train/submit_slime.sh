@@ -7,5 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/slime_lib.sh"
 launch="${1:-}"
 [[ -f "$launch/launch.sh" ]] || refuse FOLDER "$launch" "a folder with launch.sh" "make it with slime-tandem config --slime FOLDER"
 need_slime
+check "$launch"
 start_ray
 submit "$launch"

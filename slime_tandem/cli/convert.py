@@ -37,7 +37,7 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-args",
         metavar="FILE",
-        help="mixture of experts: shell file with MODEL_ARGS for slime's converter (SLIME_DIR)",
+        help="mixture of experts: shell file with MODEL_ARGS for slime's converter (SLIME_DIR); not needed for qwen3_moe",
     )
     parser.set_defaults(action=run)
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert, or run slime's own converter for a mixture of experts; its exit code is ours."""
     from slime_tandem.megatron.conversion import Job, convert, needs_slime, slime_command, verify
     from slime_tandem.megatron.torch_dist import find_torch_dist
-    from slime_tandem.slime_launch.sizes import read_model_args
+    from slime_tandem.slime_launch.sizes import flags_of_folder, read_model_args
 
     if not 0 < args.max_file_gib < math.inf:
         raise ConfigError("--max-file-gib", args.max_file_gib, "a finite number above 0", "e.g. 4")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(source, Path(args.output), like, args.force, int(args.max_file_gib * 2**30))
     if needs_slime(job):
         slime = os.environ.get("SLIME_DIR")
-        model_args = read_model_args(Path(args.model_args)) if args.model_args else []
+        model_args = read_model_args(Path(args.model_args)) if args.model_args else flags_of_folder(source)
         command = slime_command(job, None if slime is None else Path(slime), model_args)
         print(shlex.join(command), flush=True)
         return subprocess.run(command, check=False).returncode  # noqa: S603 - slime's own tool, no shell

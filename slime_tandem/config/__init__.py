@@ -58,6 +58,7 @@ from slime_tandem.config.section import (
     http_url,
 )
 from slime_tandem.config.sections import AnswerKind, EvalConfig, RewardConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.serving import ServedModel, ServingConfig
 from slime_tandem.config.tandem import (
     AuthorSchedule,
     BoundaryClass,
@@ -105,6 +106,8 @@ __all__ = [
     "SelectionRules",
     "Selector",
     "SelectorName",
+    "ServedModel",
+    "ServingConfig",
     "StrategyName",
     "Support",
     "Surrogate",

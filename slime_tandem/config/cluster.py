@@ -38,11 +38,21 @@ class ClusterConfig(Section):
     tensor_parallel: int = Field(1, ge=1, description="the trainer's tensor parallel size")
     pipeline_parallel: int = Field(1, ge=1, description="its pipeline parallel size")
     context_parallel: int = Field(1, ge=1, description="its context parallel size")
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="its expert parallel size, for a mixture of experts: ranks among which a layer's experts are divided",
+    )
     max_tokens_per_gpu: int = Field(8192, ge=1, description="tokens of a micro-batch on one GPU of the trainer")
     recompute: bool = Field(True, description="compute activations again in the backward pass instead of keeping them")
     reference: str | None = Field(
         None,
         description="the senior's start weights as torch_dist (`slime-tandem convert`); null: the Hugging Face folder",
+    )
+    loss: Literal["own", "slime"] = Field(
+        "own",
+        description="slime: its policy_loss and advantages with their flags, without a teacher (docs/slime.md, recipe 1); own: "
+        "this package's, with everything in `objective`",
     )
     reward: str | None = Field(None, description="slime's --rm-type; null: this package scores the task")
     layer_spec: Literal["transformer_engine", "own"] = Field(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slime_tandem.config.sections import Sections
+from slime_tandem.config.serving import ServedModel
 from slime_tandem.errors import ConfigError
 from slime_tandem.extensions import is_own
 
@@ -245,6 +246,39 @@ AFTER_MISUSE: tuple[Rule, ...] = (
         lambda c: _fused(c) and c.engine.sessions,
         lambda c: "false with engine.mode=fused, a response is one request already",
         "set it, or engine.mode=two_servers",
+    ),
+    *(
+        Rule(
+            f"serving.{role}",
+            lambda c, role=role, elsewhere=elsewhere: getattr(c.serving, role) != ServedModel() and elsewhere(c),  # type: ignore[misc]
+            lambda c, expected=expected: expected,  # type: ignore[misc]
+            "remove it",
+        )
+        for role, elsewhere, expected in (
+            (
+                "senior",
+                lambda c: c.engine.senior_url is not None,
+                "nothing with engine.senior_url, a server of your own",
+            ),
+            (
+                "junior",
+                lambda c: c.engine.junior_url is not None,
+                "nothing with engine.junior_url, a server of your own",
+            ),
+            ("junior", _fused, "nothing with engine.mode=fused, one server for both: serving.senior has it"),
+            (
+                "teacher",
+                lambda c: c.engine.teacher_url is not None,
+                "nothing with engine.teacher_url, a server of your own",
+            ),
+            ("teacher", lambda c: bool(c.opd.teachers), "nothing with opd.teachers, which have settings of their own"),
+        )
+    ),
+    Rule(
+        "serving.senior.quantization",
+        lambda c: c.serving.senior.quantization is not None,
+        lambda c: "null: the senior is served with the weights that are trained",
+        "remove it",
     ),
     Rule(
         "train.updates_per_step",

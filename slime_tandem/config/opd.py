@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from slime_tandem.config.section import Ignored, Named, Section, http_url
+from slime_tandem.config.serving import ServedModel
 from slime_tandem.extensions import is_own
 
 OpdSignal = Literal["sampled", "reverse_kl", "forward_kl", "jsd"]
@@ -65,10 +66,17 @@ class TeacherSpec(Section):
         default_factory=dict, description="passed to its chat template, e.g. {enable_thinking: false}"
     )
 
+    gpus: int | None = Field(None, ge=1, description="GPUs of its engines under slime; null: cluster.teacher_gpus")
+    tp: int | None = Field(None, ge=1, description="GPUs of one engine of it; null: cluster.teacher_tp")
+    serving: ServedModel = Field(default_factory=ServedModel)
+
     @model_validator(mode="after")
     def _a_model_or_a_scorer(self) -> TeacherSpec:
         if not self.model and self.scorer is None:
             raise ValueError("a `model`, or a `scorer` of your own; give one of them")
+        served = self.gpus is not None or self.tp is not None or self.serving != ServedModel()
+        if served and (self.url is not None or self.scorer is not None):
+            raise ValueError("no `gpus`, `tp` or `serving` with a `url` or a `scorer`: it is served by somebody else")
         if self.scorer is not None and (self.url is not None or not is_own(self.scorer)):
             raise ValueError("a `scorer` as module:attribute and no `url`, as it is asked in the run's own process")
         return self

@@ -11,6 +11,7 @@ from slime_tandem.config.engine import EngineConfig, ModelsConfig
 from slime_tandem.config.objective import ObjectiveConfig, OptimizerConfig
 from slime_tandem.config.opd import OpdConfig
 from slime_tandem.config.section import Named, Section
+from slime_tandem.config.serving import ServingConfig
 from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
 from slime_tandem.extensions import is_own
 
@@ -163,6 +164,7 @@ class Sections(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    serving: ServingConfig = Field(default_factory=ServingConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     control: bool = Field(
         False, description="also run solo GRPO (no junior, no teacher) from the same start with the same budget"

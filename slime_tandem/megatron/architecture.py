@@ -1,20 +1,23 @@
-"""What decides the function that a dense llama, qwen2 or qwen3 checkpoint computes, apart from its weights.
+"""What decides the function that a llama, qwen2, qwen3 or qwen3_moe checkpoint computes, apart from its weights.
 
-Whatever a config asks for that the Megatron model would not do is refused with the field's name. No torch is imported here. It
-reads no weights and builds no model.
+Whatever a config asks for that the Megatron model would not do is refused with the field's name. Mixtures of experts are
+described for whoever hands them to slime (`experts=True`); our own Megatron model is dense. No torch is imported here. It reads
+no weights and builds no model.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import ModelError
 
-_QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False}
-_QK_NORM = {"llama": False, "qwen2": False, "qwen3": True}
+_QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}
+_QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True}
 _CAUSAL_LM = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_EXPERTS = {"qwen3_moe": "Qwen3MoeForCausalLM"}
+"""Mixtures of experts that slime trains by its own conversion and Megatron's own layers."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -29,10 +32,24 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts in every layer's MLP: `count` of them, `active` for a token, each of width `ffn_size`.
+
+    `normalised`: the weights of the active ones sum to 1 (`norm_topk_prob`).
+    """
+
+    count: int
+    active: int
+    ffn_size: int
+    normalised: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """What decides the function a checkpoint computes, apart from its weights.
 
     `rope` is the config's `rope_parameters` as sorted pairs. Sizes are counts of units, `max_positions` is in tokens.
+    `experts`: None for a dense model.
     """
 
     model_type: str
@@ -47,6 +64,7 @@ class Architecture:
     max_positions: int
     tied: bool
     rope: tuple[tuple[str, float | int | str], ...]
+    experts: Experts | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -60,12 +78,24 @@ class Architecture:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; equal for equal architectures."""
-        return {**asdict(self), "rope": dict(self.rope)}
+        tree = {**asdict(self), "rope": dict(self.rope)}
+        if self.experts is None:
+            del tree["experts"]  # as in every checkpoint of a dense model
+        return tree
 
 
-def architecture_of(hf_config: Any) -> Architecture:
-    """Read and check a transformers config; raises ModelError naming the first field that is not supported."""
-    _require_family(hf_config)
+def architecture_of(hf_config: Any, *, experts: bool = False) -> Architecture:
+    """Read and check a transformers config; raises ModelError naming the first field that is not supported.
+
+    `experts`: mixtures of experts, too, which slime trains and our own Megatron model does not.
+    """
+    if experts and hf_config.model_type in _EXPERTS:
+        return _of_experts(hf_config)
+    _require_family(hf_config, {*_CAUSAL_LM, *(_EXPERTS if experts else ())})
+    return _architecture(hf_config)
+
+
+def _architecture(hf_config: Any) -> Architecture:
     _require_switched_off(hf_config)
     rope = _rope(hf_config)
     heads, kv_heads, head_dim = _heads(hf_config)
@@ -85,10 +115,32 @@ def architecture_of(hf_config: Any) -> Architecture:
     )
 
 
-def _require_family(hf_config: Any) -> None:
+def _of_experts(hf_config: Any) -> Architecture:
     kind, classes = hf_config.model_type, hf_config.architectures
     require(
-        kind in _CAUSAL_LM, "model_type", kind, f"one of {', '.join(_CAUSAL_LM)}", "use a dense model of these families"
+        classes in (None, [_EXPERTS[kind]]), "architectures", classes, f"[{_EXPERTS[kind]!r}]", "use a causal model"
+    )
+    dense = list(getattr(hf_config, "mlp_only_layers", None) or [])
+    require(not dense, "mlp_only_layers", dense, "[]: experts in every layer", "use a checkpoint without dense layers")
+    step = getattr(hf_config, "decoder_sparse_step", 1)
+    require(
+        step == 1, "decoder_sparse_step", step, "1: experts in every layer", "use a checkpoint without dense layers"
+    )
+    count = int(getattr(hf_config, "num_experts", None) or hf_config.num_local_experts)
+    active = int(hf_config.num_experts_per_tok)
+    require(0 < active <= count, "num_experts_per_tok", active, f"1 to num_experts={count}", "mend config.json")
+    found = Experts(count, active, int(hf_config.moe_intermediate_size), bool(hf_config.norm_topk_prob))
+    return replace(_architecture(hf_config), experts=found)
+
+
+def _require_family(hf_config: Any, known: set[str]) -> None:
+    kind, classes = hf_config.model_type, hf_config.architectures
+    require(
+        kind in known,
+        "model_type",
+        kind,
+        f"one of {', '.join(sorted(known))} for a model that is trained",
+        "use a model of these families; others can be served, as junior or teacher",
     )
     require(
         classes in (None, [_CAUSAL_LM[kind]]),
@@ -160,7 +212,7 @@ def require(holds: bool, field: str, value: object, expected: str, remedy: str) 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of the Hugging Face model, in its order."""
-    H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
+    H, D = arch.hidden_size, arch.head_dim
     q, kv = arch.num_heads * D, arch.num_kv_heads * D
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, H)}
     for i in range(arch.num_layers):
@@ -169,9 +221,7 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj.weight": (kv, H),
             "self_attn.v_proj.weight": (kv, H),
             "self_attn.o_proj.weight": (H, q),
-            "mlp.gate_proj.weight": (f, H),
-            "mlp.up_proj.weight": (f, H),
-            "mlp.down_proj.weight": (H, f),
+            **_mlp_shapes(arch),
             "input_layernorm.weight": (H,),
             "post_attention_layernorm.weight": (H,),
         }
@@ -184,6 +234,19 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     if not arch.tied:
         shapes["lm_head.weight"] = (arch.vocab_size, H)
     return shapes
+
+
+def _mlp_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    H = arch.hidden_size
+
+    def parts(prefix: str, f: int) -> dict[str, tuple[int, ...]]:
+        shapes = {"gate_proj": (f, H), "up_proj": (f, H), "down_proj": (H, f)}
+        return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+    if arch.experts is None:
+        return parts("mlp", arch.ffn_size)
+    each = [parts(f"mlp.experts.{n}", arch.experts.ffn_size) for n in range(arch.experts.count)]
+    return {"mlp.gate.weight": (arch.experts.count, H)} | {name: shape for one in each for name, shape in one.items()}
 
 
 def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:

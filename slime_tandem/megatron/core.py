@@ -9,6 +9,7 @@ weights and no checkpoint of ours.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import socket
 import sys
@@ -25,6 +26,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dist_save
 
+from slime_tandem.errors import ConfigError
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    raise ConfigError(
+        "megatron-core",
+        None,
+        "installed, for training and `convert` on this machine",
+        "pip install 'slime-tandem[local]'",
+    )
 with warnings.catch_warnings():
     # Transformer Engine and Apex are CUDA-only and not wanted here; Megatron says once per module that it falls back
     # (models/backends.py:21, models/gpt/gpt_layer_specs.py:70, optimizer/__init__.py:24, optimizer/clip_grads.py:29, ...).

@@ -32,7 +32,7 @@ def check_served_model(info: Mapping[str, Any], folder: Path, url: str) -> None:
     """Raise ModelError where a server reports another vocabulary size than the model folder: its log-probs would be noise."""
     served, own = info.get("vocab_size"), None
     if (folder / "config.json").exists():
-        own = read_model_config(folder).get("vocab_size")
+        own = language_config(read_model_config(folder)).get("vocab_size")
     if isinstance(served, int) and isinstance(own, int) and served != own:
         raise ModelError(
             f"server {url}",
@@ -85,6 +85,37 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError("model", str(folder), "a folder with config.json", "save it with save_pretrained")
     return read_json_object(path)
+
+
+def check_revision(folder: Path, revision: str | None) -> None:
+    """Raise ModelError unless the folder is the snapshot of this commit, or of this name, in a Hugging Face cache.
+
+    Such a cache keeps a commit in `snapshots/<commit>`, and in `refs/<name>` which commit a branch or tag is.
+    """
+    if revision is None:
+        return
+    snapshot = folder.absolute()
+    if snapshot.parent.name != "snapshots":
+        snapshot = folder.resolve()
+    ref = snapshot.parent.parent / "refs" / revision
+    named = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+    if snapshot.parent.name != "snapshots" or snapshot.name != named:
+        raise ModelError(
+            "revision",
+            revision,
+            f"that of the folder {folder}",
+            "name the folder snapshots/<commit> of a Hugging Face cache, or leave the revision out",
+        )
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about text: of a model with other senses, too (Gemma 3), its `text_config`.
+
+    >>> language_config({"model_type": "gemma3", "text_config": {"hidden_size": 8}})
+    {'hidden_size': 8}
+    """
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

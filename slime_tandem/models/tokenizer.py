@@ -14,7 +14,7 @@ from typing import Any
 from slime_tandem.config import TextMarkers
 from slime_tandem.errors import ModelError, TokenizerMismatchError
 from slime_tandem.models.chat import Chat, Template, end_ids
-from slime_tandem.models.hf import load_tokenizer, read_json_object, read_model_config
+from slime_tandem.models.hf import language_config, load_tokenizer, read_json_object, read_model_config
 from slime_tandem.models.template_probe import LIMITS, MOST_CHARACTERS, is_bounded
 from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
@@ -157,7 +157,7 @@ def require_rows(tokenizer: ModelTokenizer, *, special: bool = True) -> None:
     token behind the last row, which no text becomes; a model that is only asked to score text never meets it.
     """
     tokens, folder = tokenizer.tokens, tokenizer.folder
-    rows = read_model_config(folder).get("vocab_size") if (folder / "config.json").exists() else None
+    rows = language_config(read_model_config(folder)).get("vocab_size") if (folder / "config.json").exists() else None
     if not isinstance(rows, int):  # a folder with nothing but a tokenizer, or a config of another form
         return
     spelt = {i for i, data in enumerate(tokens.table) if data is not None}

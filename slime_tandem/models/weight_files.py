@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
@@ -16,6 +19,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class _Index(BaseModel):
     weight_map: dict[str, str] = Field(min_length=1)
+    metadata: dict[str, Any] = {}
 
 
 def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
@@ -39,6 +43,56 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
         if not is_file_name(file) or not (path / file).is_file():
             raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
     return [path / file for file in files], frozenset(weight_map)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """`size`: bytes of all weights in memory; `counted`: from the files' headers, not by what the index says of them."""
+
+    size: int
+    counted: bool
+
+
+def stored_bytes(path: Path, of_float: int = 2) -> StoredBytes | None:
+    """What a folder's weights take in memory, by the headers of its files; else its index's `total_size`; None without either.
+
+    Plain floating point numbers are counted with `of_float` bytes, whatever they are stored as, quantized ones as stored.
+    Raises ModelError for a damaged file.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if files and ((path / _WEIGHTS).is_file() or not (path / _INDEX).is_file()):
+        return StoredBytes(sum(_bytes_of(file, of_float) for file in files), counted=True)
+    if not (path / _INDEX).is_file():
+        return None
+    try:
+        index = record_of(_Index, read_json(path / _INDEX))
+    except (ValueError, OSError) as error:
+        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
+    shards = {path / name for name in index.weight_map.values()}
+    total = index.metadata.get("total_size")
+    if shards <= set(files):
+        return StoredBytes(sum(_bytes_of(file, of_float) for file in sorted(shards)), counted=True)
+    if isinstance(total, (int, float)) and not isinstance(total, bool) and total > 0:
+        return StoredBytes(int(total), counted=False)
+    return None
+
+
+_PLAIN = {"F64", "F32", "F16", "BF16"}
+_WIDTHS = {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+"""Bytes of a number in a safetensors file, where it is not one."""
+
+
+def _bytes_of(file: Path, of_float: int) -> int:
+    total = 0.0
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                part = opened.get_slice(name)
+                width = of_float if part.get_dtype() in _PLAIN else _WIDTHS.get(part.get_dtype(), 1)
+                total += width * math.prod(part.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(str(file), str(error), "a whole safetensors file", "fetch it anew") from error
+    return int(total)
 
 
 def require_listed(path: Path, listed: Collection[str], weights: Collection[str]) -> None:

@@ -132,8 +132,36 @@ _HOOKS = "add --loss-type custom_loss and the hooks of docs/slime.md, or remove 
 _OUR_LOSS_HAS = f"remove it; {KEY}.objective has what our loss has"
 
 _NEVER = (
-    _never("--use-rollout-routing-replay", "a junior's tokens have no routes to replay"),
-    _never("--use-routing-replay", "a junior's tokens have no routes to replay", planned=True),
+    Rule(
+        "--use-rollout-routing-replay",
+        "not to be set with tandem.enabled=true: a junior's tokens have no routes to replay",
+        "remove it, or let the senior write alone (tandem.enabled=false)",
+        when=lambda job: job.config.tandem.enabled,
+    ),
+    Rule(
+        "--use-rollout-routing-replay",
+        "not to be set where servers score given ids: SGLang ends itself when slime's own requests, which bring the routes, "
+        "meet these",
+        "remove it, or set opd.selection.missing_mass=rest and opd.support=teacher",
+        when=lambda job: scores_by_id(job.config),
+    ),
+    Rule(
+        "--use-routing-replay",
+        "not to be set with tandem.enabled=true: a junior's tokens have no routes to replay",
+        "remove it, or let the senior write alone (tandem.enabled=false)",
+        when=lambda job: job.config.tandem.enabled,
+        planned=True,
+    ),
+    Rule(
+        "--use-routing-replay",
+        f"not to be set alone with {KEY}.objective.rollout_weights=none: slime then runs no forward pass whose routes it could "
+        "keep",
+        "use --use-rollout-routing-replay, or set objective.rollout_weights",
+        when=lambda job: (
+            job.config.objective.rollout_weights == "none" and not job.value("--use-rollout-routing-replay")
+        ),
+        planned=True,
+    ),
     _never(
         "--mask-offpolicy-in-partial-rollout", "resumed tokens keep their log-probs and weights, the clip handles them"
     ),
@@ -299,10 +327,13 @@ _TRUNCATION = (
         wrong=missing,
         when=lambda job: job.truncates,
     ),
-    Rule(
-        "--use-routing-replay",
-        "not to be set with truncated sampling: our forward pass before the first step would use up its routes",
-        when=lambda job: job.truncates,
+    *(
+        Rule(
+            flag,
+            "not to be set with truncated sampling: our forward pass before the first step would use up its routes",
+            when=lambda job: job.truncates,
+        )
+        for flag in ("--use-routing-replay", "--use-rollout-routing-replay")
     ),
 )
 
@@ -382,6 +413,7 @@ _ADVANTAGES = (
 )
 
 OUR_REWARD = "slime_tandem.slime_hooks.hooks.reward"
+"""What `--custom-rm-path` names where this package scores."""
 
 
 def _task_rewards(job: Job) -> list[str]:
@@ -480,6 +512,7 @@ PLANNED: dict[str, str] = {
     "--adam-eps": "optimizer.eps",
     "--clip-grad": "optimizer.grad_clip",
     "--tensor-model-parallel-size": "cluster.tensor_parallel",
+    "--expert-model-parallel-size": "cluster.expert_parallel",
     "--pipeline-model-parallel-size": "cluster.pipeline_parallel",
     "--context-parallel-size": "cluster.context_parallel",
     "--sequence-parallel": "cluster.tensor_parallel",
@@ -488,6 +521,7 @@ PLANNED: dict[str, str] = {
     "--recompute-method": "cluster.recompute",
     "--recompute-num-layers": "cluster.recompute",
     "--sglang-mem-fraction-static": "cluster.mem_fraction",
+    "--loss-type": "cluster.loss",
     "--spec": "cluster.layer_spec",
     "--transformer-impl": "cluster.layer_spec",
 }
@@ -501,7 +535,6 @@ REMEDIES: dict[str, str] = {
     "--label-key": f"{_ROWS}, whose lines have `label`",
     "--metadata-key": _ROWS,
     "--apply-chat-template": _ROWS,
-    "--loss-type": f"remove it: a plan trains by our loss; for slime's own {_BY_HAND}",
     "--custom-config-path": "remove it: a plan writes that file; settings go by --set",
 }
 """slime's flag -> what to do instead of it in a plan, where no setting says it."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from slime_tandem.config import RunConfig, read_yaml_mapping
 from slime_tandem.errors import ConfigError
-from slime_tandem.slime_hooks.refused import FOLLOWED, KEY, argument, check_flags
+from slime_tandem.slime_hooks import before
+from slime_tandem.slime_hooks.refused import FOLLOWED, KEY, OUR_REWARD, argument, check_flags
 from slime_tandem.slime_hooks.state import STATE
 
 _SLIMES_OWN: dict[str, str] = {
@@ -21,6 +22,7 @@ _SLIMES_OWN: dict[str, str] = {
     "runs_dir": "--save",
     "optimizer": "--optimizer, --lr and the like",
     "control": "a second launch without our flags",
+    "serving": "--sglang-config",
     "eval": "--eval-prompt-data, --eval-interval and --eval-config",
     "engine.threads": "--sglang-config",
     "engine.max_batch": "--sglang-max-running-requests",
@@ -51,8 +53,16 @@ def settings(args: Any) -> RunConfig:
     if held is None or (held[0] is not args and held[0] is not ANY):
         config = build(args)
         check_flags(args, config)
+        before.check_packages(config, our_reward=scores_itself(args))
+        before.check_shared_gpus(args)
         held = STATE.settings = (args, config)
     return held[1]
+
+
+def scores_itself(args: Any) -> bool:
+    """Whether responses are scored by this package: our reward is named, or none."""
+    own = getattr(args, "custom_rm_path", None)
+    return bool(own == OUR_REWARD or (own is None and getattr(args, "rm_type", None) is None))
 
 
 def build(args: Any) -> RunConfig:

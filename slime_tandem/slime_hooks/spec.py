@@ -23,6 +23,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -135,8 +137,67 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         )
 
 
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's router; without Transformer Engine its own matrix product ends in a NameError (moe/moe_utils.py:1253)."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [t, experts], in the precision of `--moe-router-dtype`."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
+class _OfExperts(nn.Module):
+    """One matrix [output_size, input_size] for each expert: `weight0`, `weight1`, ..., as Transformer Engine has them."""
+
+    def __init__(self, count: int, output_size: int, input_size: int, config: Any, init: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        for n in range(count):
+            weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+            if config.perform_initialization:
+                init(weight)
+            self.register_parameter(f"weight{n}", weight)
+
+
+class Experts(MegatronModule):  # type: ignore[misc]
+    """All experts of a layer, one after the other, each gate, up and down without bias."""
+
+    def __init__(self, num_local_experts: int, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (value := getattr(config, name)) != 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, value, "1 with this layer spec", "set it to 1, or install Transformer Engine")
+        H, f = config.hidden_size, config.moe_ffn_hidden_size
+        self.count = num_local_experts
+        self.linear_fc1 = _OfExperts(num_local_experts, 2 * f, H, config, config.init_method)
+        self.linear_fc2 = _OfExperts(num_local_experts, H, f, config, config.output_layer_init_method)
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """`hidden` [t, H] sorted by expert, `tokens_per_expert` [experts], `probs` [t] of each token's expert; [t, H]."""
+        counts = tokens_per_expert.tolist()
+        out = []
+        for n, (x, p) in enumerate(zip(torch.split(hidden, counts), torch.split(probs, counts), strict=True)):
+            up, down = getattr(self.linear_fc1, f"weight{n}"), getattr(self.linear_fc2, f"weight{n}")
+            gate, value = nn.functional.linear(x, up).chunk(2, dim=-1)
+            inner = nn.functional.silu(gate) * value * p.unsqueeze(-1)
+            out.append(nn.functional.linear(inner.to(x.dtype), down))
+        return torch.cat(out), None
+
+
+def _mlp(config: Any) -> dict[str, ModuleSpec | type]:
+    """The second half of a layer: experts with a norm of their own in front, or a dense MLP whose first linear has it."""
+    if config.num_moe_experts is None:
+        dense = MLPSubmodules(linear_fc1=NormLinear, linear_fc2=RowParallelLinear)
+        return {"pre_mlp_layernorm": IdentityOp, "mlp": ModuleSpec(module=MLP, submodules=dense)}
+    parts = MoESubmodules(experts=ModuleSpec(module=Experts), router=Router)
+    return {"pre_mlp_layernorm": Norm, "mlp": ModuleSpec(module=MoELayer, submodules=parts)}
+
+
 def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of a dense model with RMSNorm (llama, qwen2, qwen3) on this stage of the pipeline."""
+    """The layers of a model with RMSNorm (llama, qwen2, qwen3; qwen3_moe on ranks that each have all experts) on this stage of
+    the pipeline."""
     head_norm = Norm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -153,8 +214,7 @@ def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Transform
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=NormLinear, linear_fc2=RowParallelLinear)),
+            **_mlp(config),
             mlp_bda=get_bias_dropout_add,
         ),
     )

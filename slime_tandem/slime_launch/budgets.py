@@ -20,29 +20,30 @@ from slime_tandem.slime_launch.memory import (
     host_bytes,
     trainer_memory,
 )
+from slime_tandem.slime_launch.served import Served
 
 
-def check_context(config: RunConfig, arches: Mapping[str, Architecture], junior: Architecture | None) -> None:
+def check_context(config: RunConfig, served: Mapping[str, Served], junior: Served | None) -> None:
     """SGLang refuses a request of more tokens than the model has positions for: every response would fail.
 
-    `arches`: by the name of the group that serves it; `junior`: the one inside the fused engine. Raises ConfigError.
+    `served`: by the name of the group that serves it; `junior`: the one inside the fused engine. Raises ConfigError.
     """
-    writers = {"senior": arches[ACTOR], "junior": junior or (arches.get(JUNIOR) if config.tandem.enabled else None)}
-    for role, arch in writers.items():
+    writers = {"senior": served[ACTOR], "junior": junior or (served.get(JUNIOR) if config.tandem.enabled else None)}
+    for role, model in writers.items():
         cap = config.sampling.max_new_tokens
-        if arch is not None and cap >= arch.max_positions:
-            expected = f"below the {arch.max_positions} positions of the {role}, which prompt and response share"
+        if model is not None and model.max_positions is not None and cap >= model.max_positions:
+            expected = f"below the {model.max_positions} positions of the {role}, which prompt and response share"
             raise ConfigError("sampling.max_new_tokens", cap, expected, "lower it")
 
 
 def check_memory(
-    config: RunConfig, place: Layout, arches: Mapping[str, Architecture], junior: Architecture | None
+    config: RunConfig, place: Layout, arch: Architecture, served: Mapping[str, Served], junior: Served | None
 ) -> list[str]:
-    """One line for the trainer, for each group of engines, and for the main memory of a machine; GiB.
+    """One line for the trainer, for each group of engines, and for the main memory of a machine; GiB. `arch`: the senior's.
 
     Raises ConfigError where sizes do not divide, or where one of the three does not suffice.
     """
-    c, arch = config.cluster, arches[ACTOR]
+    c = config.cluster
     _check_cut(config, place, arch)
     trainer = trainer_memory(arch, c, place.trainer_gpus)
     lines = [_trainer_line(trainer, c)]
@@ -50,10 +51,11 @@ def check_memory(
         place.trainer_gpus, c.gpus_per_node
     )
     for group in place.groups:
-        models = [arches[group.name]] + ([junior] if junior is not None and group.name == ACTOR else [])
+        models = [served[group.name]] + ([junior] if junior is not None and group.name == ACTOR else [])
         _check_heads(models, group)
-        engine = engine_memory(models, group.gpus_per_engine, c)
+        engine = engine_memory(models, group.gpus_per_engine, c, group.serving.mem_fraction)
         lines.append(_engine_line(engine, group, config))
+        lines += [f"{group.name}, {note}" for model in models for note in model.notes]
         if group.shared and (not group.update_weights or junior is not None):
             on_host += engine.weights * min(group.gpus, c.gpus_per_node)
     return [*lines, _host_line(on_host, c)]
@@ -65,11 +67,12 @@ def _check_cut(config: RunConfig, place: Layout, arch: Architecture) -> None:
     for field, value, of, what in (
         ("tensor_parallel", c.tensor_parallel, arch.num_heads, "the senior's attention heads"),
         ("tensor_parallel", c.tensor_parallel, arch.num_kv_heads, "its KV heads"),
-        ("tensor_parallel", c.tensor_parallel, arch.ffn_size, "its MLP"),
+        *((("tensor_parallel", c.tensor_parallel, arch.ffn_size, "its MLP"),) if arch.experts is None else ()),
         ("pipeline_parallel", c.pipeline_parallel, arch.num_layers, "its layers"),
     ):
         if of % value:
             raise ConfigError(f"cluster.{field}", value, f"a divisor of {of}, {what}", "change it")
+    _check_experts(config, place, arch)
     data_parallel = place.trainer_gpus // (c.tensor_parallel * c.pipeline_parallel * c.context_parallel)
     batch = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
     if batch % data_parallel:
@@ -77,11 +80,27 @@ def _check_cut(config: RunConfig, place: Layout, arch: Architecture) -> None:
         raise ConfigError("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
 
 
-def _check_heads(models: list[Architecture], group: Group) -> None:
+def _check_experts(config: RunConfig, place: Layout, arch: Architecture) -> None:
+    """Raise ConfigError where expert parallel ranks are no share of a pipeline stage, or not what the layers can."""
+    c = config.cluster
+    if arch.experts is None:
+        if c.expert_parallel > 1:
+            raise ConfigError("cluster.expert_parallel", c.expert_parallel, "1, the senior has no experts", "remove it")
+        return
+    stage = place.trainer_gpus // c.pipeline_parallel
+    if arch.experts.count % c.expert_parallel or stage % c.expert_parallel:
+        expected = f"a divisor of its {arch.experts.count} experts, and of the {stage} GPUs of a pipeline stage"
+        raise ConfigError("cluster.expert_parallel", c.expert_parallel, expected, "change it")
+    if c.layer_spec == "own" and c.expert_parallel > 1:
+        expected = "1 with cluster.layer_spec=own, whose ranks have all experts each"
+        raise ConfigError("cluster.expert_parallel", c.expert_parallel, expected, "set it to 1")
+
+
+def _check_heads(models: list[Served], group: Group) -> None:
     for model in models:
-        if model.num_heads % group.gpus_per_engine:
+        if model.heads is not None and model.heads % group.gpus_per_engine:
             field = {ACTOR: "senior_tp", JUNIOR: "junior_tp"}.get(group.name, "teacher_tp")
-            expected = f"a divisor of {model.num_heads} attention heads"
+            expected = f"a divisor of {model.heads} attention heads"
             raise ConfigError(f"cluster.{field}", group.gpus_per_engine, expected, "change it")
 
 
@@ -99,7 +118,7 @@ def _trainer_line(t: TrainerMemory, c: ClusterConfig) -> str:
 def _engine_line(e: EngineMemory, group: Group, config: RunConfig) -> str:
     c, wanted = config.cluster, config.sampling.max_new_tokens
     if e.kv_tokens < wanted:
-        room = c.mem_fraction * c.gpu_memory_gib
+        room = (group.serving.mem_fraction or c.mem_fraction) * c.gpu_memory_gib
         expected = f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
         remedy = "raise its tp or cluster.mem_fraction"
         raise ConfigError(f"KV cache of {group.name}, tokens", e.kv_tokens, expected, remedy)

@@ -19,8 +19,9 @@ from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.budgets import check_context, check_memory
-from slime_tandem.slime_launch.layout import Layout, layout, sglang_config, to_yaml
+from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
 from slime_tandem.slime_launch.prompts import prompt_data
+from slime_tandem.slime_launch.served import in_context, of_architecture, served
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
 from slime_tandem.slime_launch.user_flags import accepted, split
 
@@ -39,13 +40,20 @@ HOOKS: dict[str, str] = {
     "--custom-megatron-init-path": "hooks.megatron_init",
 }
 """Every import string of ours, by slime's flag."""
+_WRITING = {
+    "--data-source-path",
+    "--custom-generate-function-path",
+    "--custom-rollout-log-function-path",
+    "--custom-eval-rollout-log-function-path",
+}
+"""Those that stay beside slime's own loss."""
 REWARD = "hooks.reward"
 """The same for `--custom-rm-path`, where `cluster.reward` names none of slime's."""
 WITH_JUNIOR = "hooks.generate_with_junior"
 """The same for an evaluation set that senior and junior write together."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
-LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "cluster")
+LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "serving", "cluster")
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
@@ -100,16 +108,22 @@ def plan(
     assert (config.engine.mode == "fused") == (fused is not None)
     _not_under_slime(config)
     place = layout(config)
-    arches = {group.name: architecture(group.model) for group in place.groups}
-    junior = architecture(config.models.junior) if fused else None
-    check_context(config, arches, junior)
-    notes = [*place.describe(), *check_memory(config, place, arches, junior)]
-    folder = folder.resolve()
+    senior = architecture(config.models.senior)
+    models = {
+        group.name: served(group.model, group.serving, field=serving_of(config, group.name)[0])
+        for group in place.groups[1:]
+    }
+    models = {ACTOR: in_context(of_architecture(senior), config.serving.senior), **models}
+    junior = of_architecture(architecture(config.models.junior)) if fused else None
+    check_context(config, models, junior)
+    notes = [*place.describe(), *check_memory(config, place, senior, models, junior)]
+    folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
+    routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
     files = {
         settings: yaml.safe_dump({KEY: _settings(config)}, sort_keys=False, allow_unicode=True),
-        servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction)),
+        servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction, routes=routes)),
         **prompt_files,
     }
     sizes = _sizes(config)
@@ -127,7 +141,6 @@ def plan(
         *_hooks(config),
     ]
     environment: dict[str, str] = {}
-    extra = [*config.cluster.slime_flags, *extra]
     if fused is not None:
         environment, more = fused
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
@@ -141,12 +154,16 @@ def _sizes(config: RunConfig) -> list[str]:
     arch = architecture(config.models.senior)
     # slime fills in 4096, which Megatron compares with the model's positions; the packed sequences are as long as they are.
     length = ("--seq-length", str(arch.max_positions)) if arch.max_positions < 4096 else ()
-    return [*model_flags(arch), *length]
+    flags = model_flags(arch)
+    if config.cluster.layer_spec == "own":
+        flags = [word for word in flags if word not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
+    return [*flags, *length]
 
 
 def _hooks(config: RunConfig) -> list[str]:
     """Every import string of ours; with `cluster.layer_spec=own` our layers, without what Transformer Engine or Apex fuse."""
-    flags = [word for flag, path in HOOKS.items() for word in (flag, f"{PACKAGE}.{path}")]
+    named = {flag: path for flag, path in HOOKS.items() if config.cluster.loss == "own" or flag in _WRITING}
+    flags = [word for flag, path in named.items() for word in (flag, f"{PACKAGE}.{path}")]
     if config.cluster.layer_spec == "own":
         flags += ["--spec", f"{PACKAGE}.{LAYER_SPEC[0]}", LAYER_SPEC[1], "--transformer-impl", "local"]
         flags += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
@@ -279,11 +296,13 @@ def _rollout(config: RunConfig) -> list[str]:
 
 
 def _objective(config: RunConfig) -> list[str]:
-    o = config.objective
-    flags = ["--advantage-estimator", "grpo", "--loss-type", "custom_loss"]
-    if o.rollout_weights == "none":
+    o, own = config.objective, config.cluster.loss == "own"
+    # Beside slime's own loss the user's flags choose the estimator, the entropy bonus and whose log-probs are the old policy's.
+    flags = ["--advantage-estimator", "grpo", "--entropy-coef", "0"] if own else []
+    flags += ["--loss-type", "custom_loss" if own else "policy_loss"]
+    if own and o.rollout_weights == "none":
         flags.append("--use-rollout-logprobs")
-    flags += ["--eps-clip", _number(o.clip_low), "--eps-clip-high", _number(o.clip_high), "--entropy-coef", "0"]
+    flags += ["--eps-clip", _number(o.clip_low), "--eps-clip-high", _number(o.clip_high)]
     if o.scale_advantages == "none":
         flags.append("--disable-grpo-std-normalization")
     if o.kl_coef > 0:
@@ -304,6 +323,8 @@ def _trainer(config: RunConfig) -> list[str]:
     flags += ["--make-vocab-size-divisible-by", "1"]
     if c.tensor_parallel > 1:
         flags.append("--sequence-parallel")
+    if architecture(config.models.senior).experts is not None:
+        flags += ["--expert-model-parallel-size", str(c.expert_parallel), "--expert-tensor-parallel-size", "1"]
     flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", str(c.max_tokens_per_gpu)]
     if c.recompute:
         flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

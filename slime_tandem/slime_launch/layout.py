@@ -9,14 +9,15 @@ the trainer, so the others need `enable_weights_cpu_backup` there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from slime_tandem.config import ClusterConfig, RunConfig, read_yaml_mapping
+from slime_tandem.config import ClusterConfig, RunConfig, ServedModel, read_yaml_mapping
 from slime_tandem.errors import ConfigError
+from slime_tandem.slime_hooks.before import check_backups
 
 ACTOR, JUNIOR, TEACHER = "actor", "junior", "teacher"
 """Names of the models in the file; slime's `get_model_url` finds their routers by them."""
@@ -43,6 +44,16 @@ def junior_model(config: RunConfig) -> dict[str, str]:
     return {JUNIOR: config.models.junior} if own else {}
 
 
+def serving_of(config: RunConfig, name: str) -> tuple[str, ServedModel]:
+    """(dotted name, settings) of how the group `name` is served."""
+    for i, spec in enumerate(config.opd.teachers if config.opd.enabled else ()):
+        if spec.name == name:
+            return f"opd.teachers.{i}.serving", spec.serving
+    role = {ACTOR: "senior"}.get(name, name)
+    found: ServedModel = getattr(config.serving, role)
+    return f"serving.{role}", found
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One model's engines. `start`: its first GPU, counted over the job; `gpus_per_engine`: tensor parallel size."""
@@ -54,6 +65,7 @@ class Group:
     gpus_per_engine: int
     shared: bool
     update_weights: bool
+    serving: ServedModel = field(default_factory=ServedModel)
 
     @property
     def engines(self) -> int:
@@ -103,15 +115,18 @@ def layout(config: RunConfig) -> Layout:
     """Place everyone. Raises ConfigError where GPUs do not suffice or sizes do not divide."""
     c = config.cluster
     frozen = {**junior_model(config), **teacher_models(config)}
+    own = {t.name: t for t in config.opd.teachers}
     needs = {name: c.junior_gpus if name == JUNIOR else c.teacher_gpus for name in frozen}
+    needs |= {name: t.gpus for name, t in own.items() if name in needs and t.gpus is not None}
     trainer, senior = _trainer_and_senior(config, c.nodes * c.gpus_per_node - sum(needs.values()))
     _check_sizes(c, trainer, senior, needs)
     start = 0 if c.colocate else trainer
     groups = []
     for name, model in {ACTOR: config.models.senior, **frozen}.items():
         gpus = needs.get(name, senior)
-        size = _engine_size(c, name, gpus)
-        groups.append(Group(name, model, start, gpus, size, c.colocate and start < trainer, name == ACTOR))
+        size = _engine_size(c, name, gpus, own[name].tp if name in own else None)
+        shared, how = c.colocate and start < trainer, serving_of(config, name)[1]
+        groups.append(Group(name, model, start, gpus, size, shared, name == ACTOR, how))
         start += gpus
     return Layout(c.nodes, c.gpus_per_node, trainer, tuple(groups))
 
@@ -161,11 +176,12 @@ def _check_sizes(c: ClusterConfig, trainer: int, senior: int, needs: Mapping[str
     _require(whole, "trainer_gpus", trainer, expected, "round it")
 
 
-def _engine_size(c: ClusterConfig, name: str, gpus: int) -> int:
-    """GPUs of one engine of a group with `gpus`; raises ConfigError where they do not divide, or not into nodes."""
-    size = {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
+def _engine_size(c: ClusterConfig, name: str, gpus: int, own: int | None) -> int:
+    """GPUs of one engine of a group with `gpus` (`own`: a teacher's, in the place of the cluster's); raises ConfigError where
+    they do not divide, or not into nodes."""
+    size = own or {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
     field = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
-    expected = f"a multiple of cluster.{field}_tp={size}"
+    expected = f"a multiple of cluster.{field}_tp={size}" if own is None else f"a multiple of {size}, the tp of {name}"
     _require(gpus % size == 0, f"{field}_gpus", gpus, expected, "change one of them")
     expected = f"a part of a node or whole nodes of {c.gpus_per_node}"
     _require(size <= c.gpus_per_node or size % c.gpus_per_node == 0, f"{field}_tp", size, expected, "change it")
@@ -177,11 +193,22 @@ def _require(holds: bool, field: str, value: object, expected: str, remedy: str)
         raise ConfigError(f"cluster.{field}", value, expected, remedy)
 
 
-def sglang_config(plan: Layout, *, mem_fraction: float) -> dict[str, Any]:
-    """The tree of the `--sglang-config` file."""
+def _overrides(how: ServedModel) -> dict[str, Any]:
+    """Settings of one model as fields of SGLang's ServerArgs."""
+    said: dict[str, Any] = {"dtype": how.dtype, "quantization": how.quantization, "context_length": how.context_length}
+    said |= {"mem_fraction_static": how.mem_fraction, "disable_cuda_graph": how.enforce_eager or None}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def sglang_config(plan: Layout, *, mem_fraction: float, routes: bool = False) -> dict[str, Any]:
+    """The tree of the `--sglang-config` file. `routes`: slime asks every engine for routes through experts; the frozen models,
+    which may have none, are told not to."""
     models = []
     for group in plan.groups:
         overrides: dict[str, Any] = {} if group.update_weights else {"mem_fraction_static": mem_fraction}
+        overrides |= _overrides(group.serving)
+        if routes and not group.update_weights:
+            overrides["enable_return_routed_experts"] = False
         if group.shared and not group.update_weights:
             overrides["enable_weights_cpu_backup"] = True
         entry: dict[str, Any] = {
@@ -215,20 +242,15 @@ def check_sglang_config(config: RunConfig, path: Path, plan: Layout) -> None:
         raise ConfigError(
             where, names[0], f"{ACTOR} first, with update_weights: true", "the first model is the one that slime trains"
         )
-    start = 0 if config.cluster.colocate else plan.trainer_gpus
+    if config.cluster.colocate:
+        check_backups(models, plan.trainer_gpus, where)
+    found = 0
     for model in models:
-        groups = model.get("server_groups") or model.get("engine_groups") or []
         if model["name"] != ACTOR and model.get("update_weights") is not False:
             raise ConfigError(
                 f"{where} {model['name']}", model.get("update_weights"), "update_weights: false", "it is frozen"
             )
-        for group in groups:
-            backed_up = (group.get("overrides") or {}).get("enable_weights_cpu_backup") is True
-            if model["name"] != ACTOR and config.cluster.colocate and start < plan.trainer_gpus and not backed_up:
-                expected = "overrides.enable_weights_cpu_backup: true, the trainer uses its GPUs in turns"
-                raise ConfigError(f"{where} {model['name']}", group.get("overrides"), expected, "add it")
-            start += int(group.get("num_gpus", 0))
-    found = start - (0 if config.cluster.colocate else plan.trainer_gpus)
+        found += sum(int(g.get("num_gpus", 0)) for g in model.get("server_groups") or model.get("engine_groups") or [])
     if found != plan.rollout_gpus:
         raise ConfigError(where, f"{found} GPUs", f"{plan.rollout_gpus}, as in the cluster section", "make both agree")
 

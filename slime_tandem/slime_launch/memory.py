@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from slime_tandem.config import ClusterConfig
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.slime_launch.sizes import parameters
+from slime_tandem.slime_launch.served import Served
 
 GIB = 2**30
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
@@ -24,7 +24,7 @@ RESERVED = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Of the fullest rank, in bytes. `parameters`: weights that it holds."""
+    """Of the fullest rank, in bytes. `parameters`: weights that it holds, experts among them."""
 
     parameters: int
     weights: int
@@ -48,34 +48,50 @@ class EngineMemory:
     kv_tokens: int
 
 
-def rank_parameters(arch: Architecture, tensor: int, pipeline: int) -> int:
+def rank_parameters(arch: Architecture, tensor: int, pipeline: int, expert: int = 1) -> int:
     """Weights on the fullest rank: matrices are cut by `tensor`, norms are not; embedding and head at the ends of the pipeline.
 
-    A tied head is the embedding; with a pipeline the last stage has a copy.
+    A tied head is the embedding; with a pipeline the last stage has a copy. Experts are divided by `expert` and cut no further;
+    their router is whole on every rank.
     """
     H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
     q, kv = arch.num_heads * D, arch.num_kv_heads * D
-    cut = H * (q + 2 * kv) + q * H + 3 * H * f + (q + 2 * kv if arch.qkv_bias else 0)
-    whole = 2 * H + (2 * D if arch.qk_norm else 0)
+    cut = H * (q + 2 * kv) + q * H + (q + 2 * kv if arch.qkv_bias else 0)
+    cut += 3 * H * f if arch.experts is None else 0
+    whole = 2 * H + (2 * D if arch.qk_norm else 0) + (H * arch.experts.count if arch.experts else 0)
     table = arch.vocab_size * H // tensor
     tables = 2 if pipeline == 1 and not arch.tied else 1
-    return math.ceil(arch.num_layers / pipeline) * (cut // tensor + whole) + tables * table + H
+    layers = math.ceil(arch.num_layers / pipeline)
+    return layers * (cut // tensor + whole) + tables * table + H + expert_parameters(arch, pipeline, expert)
+
+
+def expert_parameters(arch: Architecture, pipeline: int, expert: int) -> int:
+    """Weights of the experts alone on the fullest rank; 0 for a dense model."""
+    if arch.experts is None:
+        return 0
+    each = 3 * arch.hidden_size * arch.experts.ffn_size
+    return math.ceil(arch.num_layers / pipeline) * math.ceil(arch.experts.count / expert) * each
 
 
 def activation_bytes(arch: Architecture, *, recompute: bool) -> int:
     """Kept bytes per token and layer, bf16: the layer's input alone, or what every operation in it needs again."""
-    H, D, f = arch.hidden_size, arch.head_dim, arch.ffn_size
+    H, D = arch.hidden_size, arch.head_dim
     q, kv = arch.num_heads * D, arch.num_kv_heads * D
     if recompute:
         return 2 * H
+    if arch.experts is not None:
+        # the same, and for each active expert its input, gate and up, their product and its output
+        e = arch.experts
+        return 2 * (4 * H + (q + 2 * kv) + q + e.active * (2 * H + 3 * e.ffn_size))
+    f = arch.ffn_size
     # input, its norm, q k v, attention's output, second input, its norm, gate and up, their product
     return 2 * (4 * H + (q + 2 * kv) + q + 3 * f)
 
 
 def trainer_memory(arch: Architecture, cluster: ClusterConfig, trainer_gpus: int) -> TrainerMemory:
     """Of the fullest rank of the trainer. Stages of a pipeline hold the activations of up to `pipeline` micro-batches."""
-    t, p = cluster.tensor_parallel, cluster.pipeline_parallel
-    held = rank_parameters(arch, t, p)
+    t, p, e = cluster.tensor_parallel, cluster.pipeline_parallel, cluster.expert_parallel
+    held, experts = rank_parameters(arch, t, p, e), expert_parameters(arch, p, e)
     shards = trainer_gpus // (t * p)  # data and context parallel ranks share the optimizer
     tokens, layers = cluster.max_tokens_per_gpu, math.ceil(arch.num_layers / p)
     activations = p * layers * tokens * activation_bytes(arch, recompute=cluster.recompute) // t
@@ -85,17 +101,21 @@ def trainer_memory(arch: Architecture, cluster: ClusterConfig, trainer_gpus: int
         parameters=held,
         weights=WEIGHT * held,
         gradients=GRADIENT * held,
-        optimizer=OPTIMIZER * held // shards,
+        # Ranks with the same experts share theirs: of a stage, all that expert parallelism does not tell apart.
+        optimizer=OPTIMIZER * (held - experts) // shards + OPTIMIZER * experts // max(1, trainer_gpus // (p * e)),
         activations=activations,
         logits=LOGIT * tokens * math.ceil(arch.vocab_size / t),
     )
 
 
-def engine_memory(models: Sequence[Architecture], tp: int, cluster: ClusterConfig) -> EngineMemory:
-    """Of an engine that holds these models (two in a fused one) with one pool. KV heads are copied where `tp` exceeds them."""
-    weights = sum(WEIGHT * parameters(arch) // tp for arch in models)
-    kv = sum(2 * WEIGHT * arch.num_layers * max(1, arch.num_kv_heads // tp) * arch.head_dim for arch in models)
-    room = int(cluster.mem_fraction * cluster.gpu_memory_gib * GIB) - weights
+def engine_memory(
+    models: Sequence[Served], tp: int, cluster: ClusterConfig, mem_fraction: float | None = None
+) -> EngineMemory:
+    """Of an engine that holds these models (two in a fused one) with one pool. `mem_fraction`: None, the cluster's."""
+    weights = sum(model.weights // tp for model in models)
+    kv = sum(model.kv_per_token(tp) for model in models)
+    room = int((mem_fraction or cluster.mem_fraction) * cluster.gpu_memory_gib * GIB) - weights
+    room = int(room * min(model.kv_share for model in models))
     return EngineMemory(weights=weights, kv_per_token=kv, kv_tokens=max(0, room // kv))
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from slime_tandem.config import read_yaml_mapping
 from slime_tandem.errors import TandemError
+from slime_tandem.slime_hooks import before
 from slime_tandem.slime_hooks.refused import KEY, check_flags
-from slime_tandem.slime_hooks.settings import build
+from slime_tandem.slime_hooks.settings import build, scores_itself
 
 
 def parse(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -36,7 +37,7 @@ def parse(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser.parse_known_args(list(flags))
     servers = ArgumentParser(allow_abbrev=False, add_help=False)
     sglang.add_sglang_arguments(servers)
-    _, rest = servers.parse_known_args(rest)
+    _, rest = servers.parse_known_args(rest, args)
     modes = argparse.ArgumentParser(allow_abbrev=False, add_help=False)  # parsed before all others (_pre_parse_mode)
     modes.add_argument("--train-backend")
     for flag in ("--debug-rollout-only", "--debug-train-only"):
@@ -55,7 +56,11 @@ def ask_hooks(args: argparse.Namespace) -> None:
     args.use_critic = args.advantage_estimator == "ppo"
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
-    check_flags(args, build(args))
+    config = build(args)
+    check_flags(args, config)
+    before.check_packages(config, our_reward=scores_itself(args))
+    before.check_servers(args, config)
+    before.check_shared_gpus(args)
 
 
 def main(flags: Sequence[str]) -> int:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import ConfigError, ModelError
-from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
+from slime_tandem.megatron.architecture import Architecture, Experts, architecture_of, hf_shapes, load_hf_config
 
 Rope = tuple[tuple[str, float | int | str], ...]
 
 
 def _qwen(kind: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, **more: Any) -> Architecture:
-    qwen3 = kind == "qwen3"
+    qwen3 = kind.startswith("qwen3")
     return Architecture(
         model_type=kind,
         num_layers=layers,
@@ -33,6 +33,7 @@ def _qwen(kind: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, **
         max_positions=40960 if qwen3 else 32768,
         tied=more["tied"],
         rope=(("rope_theta", 1000000.0), ("rope_type", "default")),
+        experts=more.get("experts"),
     )
 
 
@@ -72,6 +73,8 @@ PUBLISHED: dict[str, Architecture] = {
     "qwen3-8B": _qwen("qwen3", 36, 4096, 12288, 32, 8, tied=False),
     "qwen3-14B": _qwen("qwen3", 40, 5120, 17408, 40, 8, tied=False),
     "qwen3-32B": _qwen("qwen3", 64, 5120, 25600, 64, 8, tied=False),
+    "qwen3-30B-A3B": _qwen("qwen3_moe", 48, 2048, 6144, 32, 4, tied=False, experts=Experts(128, 8, 768)),
+    "qwen3-235B-A22B": _qwen("qwen3_moe", 94, 4096, 12288, 64, 4, tied=False, experts=Experts(128, 8, 1536)),
     "qwen2.5-0.5B": _qwen("qwen2", 24, 896, 4864, 14, 2, tied=True),
     "qwen2.5-1.5B": _qwen("qwen2", 28, 1536, 8960, 12, 2, tied=True),
     "qwen2.5-3B": _qwen("qwen2", 36, 2048, 11008, 16, 2, tied=True),
@@ -89,7 +92,8 @@ PUBLISHED: dict[str, Architecture] = {
 
 
 def architecture(model: str) -> Architecture:
-    """Of a Hugging Face folder, or of a published size by its name; raises ModelError for neither.
+    """A student's, of a Hugging Face folder or of a published size by its name; raises ModelError for neither, and for a folder
+    of a kind that only a server knows.
 
     >>> architecture("qwen3-4B").num_layers
     36
@@ -100,7 +104,7 @@ def architecture(model: str) -> Architecture:
         raise ModelError(
             "model", model, "a local Hugging Face folder or a published size", f"sizes: {', '.join(PUBLISHED)}"
         )
-    return architecture_of(load_hf_config(model))
+    return architecture_of(load_hf_config(model), experts=True)
 
 
 def hf_sizes(arch: Architecture) -> dict[str, Any]:
@@ -162,7 +166,34 @@ def model_flags(arch: Architecture) -> list[str]:
         flags.append("--qk-layernorm")
     if not arch.tied:
         flags.append("--untie-embeddings-and-output-weights")
-    return flags
+    return flags if arch.experts is None else [*flags, *_expert_flags(arch.experts, arch.num_layers)]
+
+
+def _expert_flags(experts: Experts, layers: int) -> list[str]:
+    """Those of slime's own files for such models (scripts/models/qwen3-30B-A3B.sh)."""
+    return [
+        *("--num-experts", str(experts.count)),
+        *("--moe-ffn-hidden-size", str(experts.ffn_size)),
+        *("--moe-router-topk", str(experts.active)),
+        *("--moe-layer-freq", f"[{','.join('1' * layers)}]"),
+        *("--moe-router-score-function", "softmax"),
+        # The softmax of the active experts' logits alone makes weights that sum to 1.
+        *(() if experts.normalised else ("--moe-router-pre-softmax",)),
+        *("--moe-router-dtype", "fp32"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+        *("--moe-token-drop-policy", "probs"),
+        *("--moe-aux-loss-coeff", "0"),
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+    ]
+
+
+def flags_of_folder(folder: Path) -> list[str]:
+    """`model_flags` of a Hugging Face folder; none where it is of a kind that this package has no flags for."""
+    try:
+        return model_flags(architecture(str(folder)))
+    except ModelError:
+        return []
 
 
 def read_model_args(file: Path) -> list[str]:

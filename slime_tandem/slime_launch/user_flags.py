@@ -16,6 +16,8 @@ from slime_tandem.errors import ConfigError
 from slime_tandem.slime_hooks.refused import argument, check_flags, instead_of
 from slime_tandem.slime_launch.layout import Layout, check_sglang_config
 
+_SAID_BY_ABSENCE = {"--colocate", "--rollout-stop", "--disable-grpo-std-normalization"}
+"""Flags that a plan leaves out where a setting says so: beside it they would say something else."""
 _TEXTS = {"--rollout-stop"}
 """Flags of ours whose values are never numbers: a stop at `1` is none at `1.0`."""
 
@@ -63,6 +65,13 @@ def accepted(
             check_sglang_config(config, Path(values[0] if values else ""), place)
             kept += [name, *values]
         elif name not in mine:
+            if name in _SAID_BY_ABSENCE:
+                raise ConfigError(
+                    name,
+                    " ".join(values) or True,
+                    "not to be set: the configuration says otherwise",
+                    instead_of(name, hook=False, of_model=False),
+                )
             kept += [name, *values]
         elif not same(name, mine[name], values):
             expected = f"{' '.join(mine[name]) or 'as a flag'}, what the configuration says"

@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, SamplingConfig, TandemConfig, TeacherSpec
+from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.chat import Chat
-from slime_tandem.models.hf import check_model_folder, check_served_model, read_model_config
+from slime_tandem.models.hf import (
+    check_model_folder,
+    check_revision,
+    check_served_model,
+    language_config,
+    read_model_config,
+)
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows, require_same_tokenizer
 from slime_tandem.protocol import Engine
 from slime_tandem.rollout.boundaries import BoundaryRecord, boundary_ids, rule_of
@@ -187,6 +193,7 @@ class Roster:
         models, member = self.config.models, self.members[role]
         with _of_role(role):
             folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir))
+            check_revision(folder, self.serving(role).revision)
             if member.url is None or role == "senior":
                 check_model_folder(folder)
             self.tokenizers[role] = ModelTokenizer.load(
@@ -204,6 +211,13 @@ class Roster:
                 raise ConfigError(
                     f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
                 )
+
+    def serving(self, role: Role) -> ServedModel:
+        """How a role's model is served, by the settings."""
+        if role in self.teacher_specs and self.config.opd.teachers:
+            return self.teacher_specs[role].serving
+        found: ServedModel = getattr(self.config.serving, role)
+        return found
 
     @property
     def roles(self) -> list[Role]:
@@ -320,5 +334,5 @@ def _max_tokens(folder: Path, info: Mapping[str, Any]) -> int | None:
         return reported
     # SGLang's /model_info does not tell it; it takes inputs that are shorter than the context (tokenizer_manager.py,
     # _validate_one_request).
-    context = read_model_config(folder).get("max_position_embeddings")
+    context = language_config(read_model_config(folder)).get("max_position_embeddings")
     return context - 1 if isinstance(context, int) else None

@@ -16,17 +16,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slime_tandem.config import ServedModel
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
 from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
+from slime_tandem.errors import ConfigError
 from slime_tandem.team.roster import Role, Roster
 
 T = TypeVar("T")
 _SGLANG_START_S = 300.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
 _DYING_S = 5.0
+
+
+def _check_served_here(role: Role, how: ServedModel) -> None:
+    """Raise ConfigError for what a server that is started here does not do."""
+    here = ServedModel(dtype=how.dtype, revision=how.revision)
+    for name in ServedModel.model_fields:
+        if (value := getattr(how, name)) != getattr(here, name):
+            expected = "its default on this machine, whose servers take dtype and revision alone"
+            remedy = f"remove it, or start SGLang yourself and name its URL (engine.{role.split()[0]}_url)"
+            raise ConfigError(f"serving of {role}: {name}", value, expected, remedy)
+    if how.dtype == "float16":
+        raise ConfigError(f"serving of {role}: dtype", how.dtype, "float32 or bfloat16 on this machine", "change it")
 
 
 class Servers:
@@ -56,6 +70,9 @@ class Servers:
         """
         key = self.roster.api_key()  # a user's own server knows no other
         own_key = key or self._own_key
+        for role, member in self.roster.members.items():
+            if member.url is None:
+                _check_served_here(role, self.roster.serving(role))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for role, member in self.roster.members.items():
             if member.url is None and not (self.roster.fused and role == "junior"):
@@ -70,7 +87,8 @@ class Servers:
 
     def _process(self, role: Role, key: str) -> ServerProcess | FusedServer:
         e, models, folders = self.roster.config.engine, self.roster.config.models, self.roster.folders
-        common = ServeOptions(host=e.host, dtype=models.dtype, api_key=key, trust_remote_code=models.trust_remote_code)
+        dtype = self.roster.serving(role).dtype or models.dtype
+        common = ServeOptions(host=e.host, dtype=dtype, api_key=key, trust_remote_code=models.trust_remote_code)
         if self.roster.fused and role == "senior":
             return FusedServer(
                 folders["senior"],

@@ -102,3 +102,17 @@ def test_a_wrapper_says_what_it_would_do(wrapper: Path, tmp_path: Path) -> None:
     assert "/m/trained\\ 2" in shown
     assert "my\\ out" in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
+    for name in ("student", "trained", "teacher"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "p.jsonl").touch()
+    env = {**os.environ, "DRY_RUN": "1", "VENV": str(tmp_path / "venv"), "OUT": "out", "PROMPT_DATA": "p.jsonl"}
+    env |= {"STUDENT_HF": "student", "TRAINED_HF": "./trained", "TEACHER_MODEL": "teacher"}
+    wrapper = ROOT / "scripts" / "diagnostics" / "run_heldout_fixed_context_300.sh"
+    shown = subprocess.run(
+        ["bash", wrapper], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    ).stdout
+    for name in ("student", "trained", "teacher", "p.jsonl", "out/bank.parquet"):
+        assert f"{tmp_path}/{name}" in shown, name

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+import urllib.error
+import urllib.request
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.embedded.server import main, serve
-from slime_tandem.engines.processes import ServerProcess
+from slime_tandem.engines.processes import DIRECT, ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError
 from slime_tandem.protocol import GenerateRequest
@@ -33,6 +36,23 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_server_of_our_own_is_behind_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine behind a proxy has http_proxy set, and nothing that excepts the loopback from it."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        try:
+            with DIRECT.open(url, timeout=PATIENCE_S) as answer:
+                assert answer.status == 200
+            with pytest.raises(urllib.error.URLError):
+                urllib.request.urlopen(url, timeout=PATIENCE_S)
+        finally:
+            server.shutdown()
 
 
 def test_a_killed_server_is_unavailable_and_a_restart_recovers(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -472,6 +472,9 @@ def test_a_mixture_of_experts_is_slimes_own_work(
     tool.write_text("import sys; print('TOOL', *sys.argv[1:]); sys.exit(3)")
     monkeypatch.setenv("SLIME_DIR", str(tmp_path / "slime"))
     monkeypatch.setattr(conversion, "_found", lambda _: True)
+    assert cli.main(["convert", str(moe), str(tmp_path / "x")]) == 3
+    assert "--num-experts 128 --moe-ffn-hidden-size 768" in capfd.readouterr().out, "of a kind whose flags are known"
+    (moe / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "n_routed_experts": 128}))
     assert cli.main(["convert", str(moe), str(tmp_path / "x")]) == 2
     assert "--model-args=None" in capfd.readouterr().err
     (tmp_path / "m.sh").write_text('MODEL_ARGS=(--num-experts 128 --x "a b")')

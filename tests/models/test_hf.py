@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tandem.errors import ModelError
-from slime_tandem.models.hf import check_model_folder, load_model, load_tokenizer
+from slime_tandem.models.hf import check_model_folder, check_revision, load_model, load_tokenizer
 
 
 class _Bomb:
@@ -101,3 +101,20 @@ def test_a_folder_with_what_is_no_file_is_refused_before_it_is_read(model_copy: 
         check_model_folder(folder)
     with pytest.raises(ModelError, match="existing folder"):
         check_model_folder("x" * 10_000)
+
+
+def test_a_revision_is_the_snapshot_of_a_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "models--who--what"
+    (cache / "snapshots" / "abc123").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc123\n")
+    link = tmp_path / "model"
+    link.symlink_to(cache / "snapshots" / "abc123")
+    for folder in (cache / "snapshots" / "abc123", link):
+        for revision in (None, "abc123", "main"):
+            check_revision(folder, revision)
+        with pytest.raises(ModelError, match="revision='def456': expected that of the folder"):
+            check_revision(folder, "def456")
+    check_revision(tmp_path, None)
+    with pytest.raises(ModelError, match="revision='main'"):
+        check_revision(tmp_path, "main")

@@ -132,6 +132,9 @@ def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path
         (["--rollout-top-p=0.9"], r"--rollout-top-p='0\.9'"),
         (["--loss-type", "policy_loss"], "--loss-type"),
         (["--custom-generate-function-path", "mine.generate"], "--custom-generate-function-path"),
+        (["--colocate"], "set cluster.colocate instead"),
+        (["--rollout-stop", "x"], "set sampling.stop instead"),
+        (["--disable-grpo-std-normalization"], "set objective.scale_advantages instead"),
         (["--use-rollout-routing-replay"], "no routes to replay"),
         (["--use-routing-replay"], "no routes to replay"),
         (["--normalize-advantages"], "whitening"),
@@ -141,8 +144,9 @@ def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path
     ],
 )
 def test_flags_that_contradict_are_refused(sized: Sized, tmp_path: Path, extra: list[str], message: str) -> None:
+    apart = {"colocate": False, "trainer_gpus": 4} if extra == ["--colocate"] else {}
     with pytest.raises(ConfigError, match=message):
-        plan(sized(), tmp_path, extra=extra)
+        plan(sized(cluster=apart, objective={"scale_advantages": "std"}), tmp_path, extra=extra)
 
 
 def test_other_flags_pass_and_repeated_ones_are_said_once(sized: Sized, tmp_path: Path) -> None:
@@ -395,3 +399,31 @@ def test_slimes_real_parser_knows_every_flag(slime_here: Any, sized: Sized, tmp_
     done = subprocess.run(refused, env=slime_here.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "hooks refuse --use-unbiased-kl=True" in done.stderr
+
+
+def test_slimes_own_loss_is_a_setting(sized: Sized, tmp_path: Path) -> None:
+    """docs/slime.md, recipe 1: three hooks and the reward; what slime's loss and estimator have is the user's."""
+    config = sized(cluster={"loss": "slime"}, opd={"enabled": False}, objective={"scale_advantages": "std"})
+    theirs = [
+        "--advantage-estimator",
+        "gspo",
+        "--entropy-coef",
+        "0.01",
+        "--use-tis",
+        "--use-kl-loss",
+        "--kl-loss-coef",
+        "0.001",
+    ]
+    flags = split(plan(config, tmp_path, extra=theirs).flags)
+    assert flags["--loss-type"] == ["policy_loss"]
+    assert [f for f, v in flags.items() if "slime_tandem.slime_hooks" in " ".join(v)] == [
+        "--custom-rm-path", "--data-source-path", "--custom-generate-function-path",
+        "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
+    ]  # fmt: skip
+    assert (flags["--advantage-estimator"], flags["--entropy-coef"]) == (["gspo"], ["0.01"])
+    with pytest.raises(ConfigError, match=r"set slime_tandem\.opd\.enabled=false"):
+        plan(sized(cluster={"loss": "slime"}), tmp_path)
+    with pytest.raises(ConfigError, match=r"objective\.dual_clip"):
+        plan(sized(cluster={"loss": "slime"}, opd={"enabled": False}, objective={"dual_clip": 3.0}), tmp_path)
+    with pytest.raises(ConfigError, match=r"set cluster\.loss instead"):
+        plan(sized(opd={"enabled": False}), tmp_path, extra=["--loss-type", "policy_loss"])

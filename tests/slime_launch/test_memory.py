@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.config import ClusterConfig
-from slime_tandem.megatron.architecture import Architecture
+from slime_tandem.megatron.architecture import Architecture, Experts
 from slime_tandem.slime_launch.memory import (
     GIB,
     activation_bytes,
@@ -22,6 +22,7 @@ from slime_tandem.slime_launch.memory import (
     rank_parameters,
     trainer_memory,
 )
+from slime_tandem.slime_launch.served import of_architecture
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
 from ..waiting import PATIENCE_S
@@ -62,18 +63,35 @@ def test_context_parallel_ranks_share_the_optimizer() -> None:
 
 def test_an_engine_by_hand() -> None:
     cluster = ClusterConfig(gpu_memory_gib=1.0, mem_fraction=0.5)
-    e = engine_memory([TOY], 1, cluster)
+    toy = of_architecture(TOY)
+    e = engine_memory([toy], 1, cluster)
     assert (e.weights, e.kv_per_token) == (776, 2 * 2 * 2 * 1 * 2)
     assert e.kv_tokens == (GIB // 2 - 776) // 16
-    assert engine_memory([TOY], 2, cluster).kv_per_token == 16  # one KV head: both GPUs hold it
-    both = engine_memory([TOY, TOY], 1, cluster)
+    assert engine_memory([toy], 2, cluster).kv_per_token == 16  # one KV head: both GPUs hold it
+    both = engine_memory([toy, toy], 1, cluster)
     assert (both.weights, both.kv_per_token) == (2 * 776, 32)
-    assert engine_memory([PUBLISHED["qwen3-4B"]], 1, cluster).kv_tokens == 0
+    assert engine_memory([of_architecture(PUBLISHED["qwen3-4B"])], 1, cluster).kv_tokens == 0
+
+
+def test_experts_by_hand() -> None:
+    # Four experts of width 3, two at work: gate, up and down 4x3 each, 36 an expert; a router of 4x4; no dense MLP.
+    arch = dataclasses.replace(TOY, experts=Experts(count=4, active=2, ffn_size=3))
+    layer = 48 + 4 * 36 + 16 + 8  # attention, experts, router, two norms
+    assert parameters(arch) == rank_parameters(arch, 1, 1) == 2 * layer + 2 * 40 + 4
+    # Tensor parallel ranks cut attention and tables; expert parallel ranks have two experts each; the router is whole.
+    assert rank_parameters(arch, 2, 1, 2) == 2 * (24 + 2 * 36 + 16 + 8) + 2 * 20 + 4
+    m = trainer_memory(arch, ClusterConfig(tensor_parallel=2, expert_parallel=2), 8)
+    experts, rest = 2 * 2 * 36, 2 * (24 + 16 + 8) + 2 * 20 + 4
+    assert m.weights == 2 * (experts + rest)
+    assert (
+        m.optimizer == 12 * rest // 4 + 12 * experts // 4
+    )  # four pairs of tensor parallel ranks; four holders of each expert
+    assert activation_bytes(arch, recompute=False) == 2 * (4 * 4 + 8 + 4 + 2 * (2 * 4 + 3 * 3))
 
 
 def test_a_known_size() -> None:
     # Qwen3-4B: 36 layers, 8 KV heads of 128, bf16 keys and values: 2 * 2 * 36 * 8 * 128 bytes a token.
-    e = engine_memory([PUBLISHED["qwen3-4B"]], 1, ClusterConfig())
+    e = engine_memory([of_architecture(PUBLISHED["qwen3-4B"])], 1, ClusterConfig())
     assert e.kv_per_token == 147456
     assert e.weights == 2 * 4022468096
 

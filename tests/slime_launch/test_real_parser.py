@@ -42,15 +42,19 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def row_one(tmp_path: Path) -> list[str]:
     """docs/slime.md, the first row of the table: generate alone, slime's own loss."""
-    (tmp_path / "tandem.yaml").write_text(yaml.safe_dump({"slime_tandem": {"opd": {"enabled": False}}}))
+    (tmp_path / "tandem.yaml").write_text(
+        yaml.safe_dump({"slime_tandem": {"opd": {"enabled": False}, "engine": {"junior_url": "http://10.0.0.1:30000"}}})
+    )
     return [
         "--custom-generate-function-path", "slime_tandem.slime_hooks.hooks.generate",
         "--custom-config-path", str(tmp_path / "tandem.yaml"),
     ]  # fmt: skip
 
 
-def test_every_parser_is_asked(row_one: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert real_parser.main([*row_one, "--num-layers", "2", "--sglang-config", "x", "--debug-train-only"]) == 0
+def test_every_parser_is_asked(row_one: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    servers = tmp_path / "sglang.yaml"
+    servers.write_text("sglang: []")
+    assert real_parser.main([*row_one, "--num-layers", "2", "--sglang-config", str(servers), "--debug-train-only"]) == 0
     assert real_parser.main([*row_one, "--rollout-temprature", "1"]) == 2
     assert capsys.readouterr().err == "slime knows nothing of: --rollout-temprature 1\n"
 

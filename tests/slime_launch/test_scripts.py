@@ -119,7 +119,10 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
         "ray.scripts.scripts start --head --block" in line and r"--num-cpus=16 --temp-dir=/x --labels=\*" in line
         for line in lines
     )
-    assert any("slime_launch.real_parser --actor-num-nodes 1" in line for line in lines)
+    (asked,) = (i for i, line in enumerate(lines) if "slime_launch.real_parser --actor-num-nodes 1" in line)
+    assert asked < next(i for i, line in enumerate(lines) if "ray.scripts.scripts start" in line), (
+        "before anything starts"
+    )
     assert command[1:5] == ["-m", "ray.scripts.scripts", "job", "submit"]
     env = json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"]
     assert env["PYTHONPATH"].split(":")[:3] == [str(REPO), str(tmp_path / "slime"), str(tmp_path / "megatron")]
@@ -355,7 +358,7 @@ def test_an_interrupt_stops_the_job_and_the_ray(
 
 
 def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path) -> None:
-    """TA-OPD's own variables: the checkpoint is the reference, models, prompts and methods are the job's; no BACKEND is named."""
+    """TA-OPD's own variables: the checkpoint is the reference, the rest is the job's; no BACKEND is named."""
     checkpoint = tmp_path / "student-torch-dist"
     (checkpoint / "iter_0000001").mkdir(parents=True)
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError
 from slime_tandem.team import servers as module
 from slime_tandem.team.roster import Member
 from slime_tandem.team.servers import Servers
@@ -77,9 +78,11 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def roster(**urls: str) -> Any:
-    mode = urls.pop("mode", "two_servers")
+    mode, serving = urls.pop("mode", "two_servers"), urls.pop("serving", "")
+    config = RunConfig.load(overrides=["opd.enabled=false", *filter(None, [serving])])
     return SimpleNamespace(
-        config=RunConfig.load(overrides=["opd.enabled=false"]),
+        config=config,
+        serving=lambda role: getattr(config.serving, role),
         members={role: Member(role, urls.get(role)) for role in ("senior", "junior")},
         folders={"senior": Path("s"), "junior": Path("j")},
         teacher_specs={},
@@ -110,6 +113,28 @@ def test_a_given_url_is_used_and_its_server_is_not_ours(tmp_path: Path) -> None:
     assert list(servers.processes) == ["senior"]
     assert servers.clients["junior"].url == "http://theirs"
     servers.stop()
+
+
+def test_each_model_is_served_in_its_own_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def process(folder: Path, options: Any, **kwargs: Any) -> Process:
+        seen[str(folder)] = options.dtype
+        return Process(folder, **kwargs)
+
+    monkeypatch.setattr(module, "ServerProcess", process)
+    servers = Servers(roster(serving="serving.junior.dtype=bfloat16"), tmp_path)
+    servers.start()
+    servers.stop()
+    assert seen == {"s": "float32", "j": "bfloat16"}
+
+
+@pytest.mark.parametrize("setting", ["quantization=fp8", "context_length=64", "mem_fraction=0.5", "dtype=float16"])
+def test_what_a_server_here_does_not_do_is_refused_before_any_starts(tmp_path: Path, setting: str) -> None:
+    name, _, value = setting.partition("=")
+    with pytest.raises(ConfigError, match=rf"serving of junior: {name}='?{value}"):
+        Servers(roster(serving=f"serving.junior.{setting}"), tmp_path).start()
+    assert not EVENTS
 
 
 @pytest.mark.parametrize("given", [{}, {"senior": "http://theirs"}])

@@ -24,6 +24,8 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from slime_tandem.engines.processes import DIRECT
+
 Weights = list[tuple[str, torch.Tensor]]
 # Another process opens them by name; the default strategy hands on descriptors, to children only.
 torch.multiprocessing.set_sharing_strategy("file_system")
@@ -41,7 +43,7 @@ def post_or_end(url: str, **body: Any) -> None:
 def post(url: str, **body: Any) -> None:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        answer = urllib.request.urlopen(request, timeout=600).read()
+        answer = DIRECT.open(request, timeout=600).read()
     except urllib.error.HTTPError as error:  # its body says why
         answer = error.read()
     assert json.loads(answer)["success"], answer

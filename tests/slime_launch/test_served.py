@@ -1,0 +1,126 @@
+"""Models that are only served: their sizes by hand, from folders with a config.json alone, an index, or weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime_tandem.config import ServedModel
+from slime_tandem.errors import ModelError
+from slime_tandem.slime_launch.served import Served, served
+
+HOW = ServedModel()
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mistral": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 4, "sliding_window": 32},
+    "gemma3_text": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 8, "sliding_window": 16},
+    "gemma3": {
+        "text_config": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 8, "model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    },
+    "qwen3_moe": {
+        **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, "moe_intermediate_size": 8, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        **TINY, "num_key_value_heads": 2, "head_dim": 4, "moe_intermediate_size": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    },
+    "gpt_oss": {
+        **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 16,
+    },
+    "glm4_moe": {
+        **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, "moe_intermediate_size": 8,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    },
+    "deepseek_v3": {
+        **TINY, "intermediate_size": 32, "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "kv_lora_rank": 12, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, value) x 2 bytes
+    "mistral": 4 * 2 * 4 * 4, "gemma3_text": 4 * 2 * 8 * 4, "gemma3": 4 * 2 * 8 * 4, "qwen3_moe": 4 * 2 * 4 * 4,
+    "qwen3_next": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4, "glm4_moe": 4 * 2 * 4 * 4, "deepseek_v3": 4 * (12 + 4) * 2,
+}  # fmt: skip
+
+
+def folder_of(path: Path, kind: str, **more: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {}), **more}))
+    return path
+
+
+def asked(folder: Path, how: ServedModel = HOW) -> Served:
+    return served(str(folder), how, field="serving.teacher")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = folder_of(tmp_path / "model", kind)
+    found = asked(folder)
+    assert (found.heads, found.max_positions) == (4, 256)
+    assert found.kv_per_token(1) == KV[kind]
+    assert found.kv_per_token(4) == (KV[kind] if kind == "deepseek_v3" else KV[kind] // 2), (
+        "two KV heads, latents are whole"
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert found.weights == 2 * sum(p.numel() for p in model.parameters())
+    assert any("counted from config.json" in note for note in found.notes)
+    estimated = {"mistral", "gemma3_text", "gemma3", "gpt_oss"}
+    assert any("upper bound" in note for note in found.notes) == (kind in estimated)
+    assert (found.kv_share < 1) == (kind == "qwen3_next")
+
+
+def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "mistral")
+    fp8 = torch.zeros(6, 2).to(torch.float8_e4m3fn)
+    save_file(
+        {"a": torch.zeros(10), "b": torch.zeros(3, 2, dtype=torch.bfloat16), "c": fp8}, folder / "model.safetensors"
+    )
+    found = asked(folder)
+    assert found.weights == 2 * 10 + 2 * 6 + 12, "floating point numbers as served, quantized ones as stored"
+    assert not any("weights" in note for note in found.notes)
+    assert asked(folder, ServedModel(dtype="float32")).weights == 4 * 16 + 12
+    assert any("smaller" in note for note in asked(folder, ServedModel(quantization="fp8")).notes)
+    (folder / "model.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ModelError, match="a whole safetensors file"):
+        asked(folder)
+
+
+def test_an_index_alone_says_how_large_the_weights_are(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "someones_model", num_hidden_layers=2, num_attention_heads=4, hidden_size=16)
+    index = {"metadata": {"total_size": 12345}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = asked(folder)
+    assert (found.weights, found.kv_per_token(1)) == (12345, 2 * 4 * 4 * 4), "a kind that transformers does not know"
+    assert any("index" in note for note in found.notes)
+    save_file({"a": torch.zeros(7)}, folder / "model-00001-of-00001.safetensors")
+    assert asked(folder).weights == 14
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"), [({}, "weights_gib"), ({"num_hidden_layers": 2}, "weights_gib"), ({}, "kv_bytes_per_token")]
+)
+def test_what_nobody_tells_is_asked_for(config: dict[str, Any], missing: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "someones_model", **config)
+    how = ServedModel(weights_gib=1.0) if missing == "kv_bytes_per_token" else HOW
+    with pytest.raises(ModelError, match=rf"set serving\.teacher\.{missing}"):
+        asked(folder, how)
+    found = asked(folder, ServedModel(weights_gib=0.5, kv_bytes_per_token=100, context_length=77))
+    assert (found.weights, found.kv_per_token(8), found.max_positions) == (2**29, 100, 77)
