@@ -22,7 +22,7 @@ make_model('teacher', Recipe(teacher_tokenizer=Recipe().student_tokenizer), Path
 fi
 export TEACHER_MODEL
 if [[ -z "${TRAINED_HF:-}" ]]; then
-  run "$VENV/bin/slime-tandem" train --config scripts/train/configs/quickstart.yaml --resume --set "runs_dir=$OUT" name=train \
+  run "$VENV/bin/slime-tandem" train --config scripts/train/configs/sums.yaml --resume --set "runs_dir=$OUT" name=train \
     control=false tandem.enabled=false objective.reward_coef=0 "models.senior=$STUDENT_HF" "models.teacher=$TEACHER_MODEL" \
     "models.cache_dir=$CACHE"
   TRAINED_HF="$OUT/train/senior"

@@ -32,7 +32,7 @@ bank="$OUT/bank.parquet"
 if [[ -f "$bank" ]]; then
   echo "going on with $bank; delete it to make another" >&2
 else
-  export=("${python[@]}" tools/export_fixed_context_bank.py --config "${CONFIG:-scripts/train/configs/quickstart.yaml}")
+  export=("${python[@]}" tools/export_fixed_context_bank.py --config "${CONFIG:-scripts/train/configs/sums.yaml}")
   export+=(--set "${settings[@]}" "${more[@]}" --sequences "${SEQUENCES:-300}" --positions "${POSITIONS:-16}")
   export+=(--sampling "${SAMPLING:-quadrant}" --top-k "${TOP_K:-16}" --seed "${SEED:-0}" --output "$bank")
   [[ -z "${MISSING_MASS:-}" ]] || export+=(--missing-mass "$MISSING_MASS")
