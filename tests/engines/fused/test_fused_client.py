@@ -168,7 +168,7 @@ def make_writer(rule: HandoffRule, i: int = 0, cap: int = 30, **kwargs: Any) -> 
 
 
 def one(writer: TandemWriter, engine: FusedScript) -> TandemSample:
-    return asyncio.run(write_one(writer, {SENIOR: engine, JUNIOR: engine}))
+    return asyncio.run(write_one(writer, {SENIOR: engine, JUNIOR: engine}, aborted=lambda: True))
 
 
 rules = st.builds(
