@@ -130,7 +130,7 @@ class SelectionConfig(Section):
     rules: SelectionRules = Field(
         "own",
         description="reference: scores, normalisation, ties, draws and masks of TA-OPD's published code, bit for bit, at about "
-        "50 microseconds a token (docs/teachability.md)",
+        "0.04 ms a token (docs/teachability.md)",
     )
     exact_cmass: bool = Field(
         False,

@@ -352,10 +352,7 @@ def _learn(
     """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    bank = TokenBank.of(arm.config)
-    rows, group_metrics = build_rows(
-        scored, arm.config, reference, trainer.kl_coef, None if bank is None else bank.write
-    )
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(

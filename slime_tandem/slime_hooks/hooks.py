@@ -183,9 +183,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         replace(about, sample=replace(about.sample, group_id=group))
         for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
     ]
-    bank = TokenBank.of(config)
     rollout_id = getattr(args, "logged_rollout_id", None)
-    rows, metrics = build_rows(scored, config, bank=None if bank is None else bank.write, rollout_id=rollout_id)
+    rows, metrics = build_rows(scored, config, bank=TokenBank.of(config), rollout_id=rollout_id)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)

@@ -20,6 +20,7 @@ from slime_tandem.distill.opd_mask import OpdMask, joined_lists, token_keys
 from slime_tandem.distill.published import PublishedScores, budget_score, published_scores
 from slime_tandem.errors import RunDirError
 from slime_tandem.files import csv_cell, whole_file
+from slime_tandem.training.rows import Bank
 from slime_tandem.types import BoolArray, ScoredSample, TopLists
 
 _QUADRANTS = {
@@ -41,9 +42,9 @@ class TokenBank:
         self.folder = config.run_dir / config.opd.token_bank_dir
 
     @classmethod
-    def of(cls, config: RunConfig) -> TokenBank | None:
-        """None for a run that writes none."""
-        return cls(config) if config.opd.enabled and config.opd.token_bank_dir is not None else None
+    def of(cls, config: RunConfig) -> Bank | None:
+        """What writes a rollout's bank, for `build_rows`; None for a run that writes none."""
+        return cls(config).write if config.opd.enabled and config.opd.token_bank_dir is not None else None
 
     def write(self, rollout: int, samples: Sequence[ScoredSample], usable: Sequence[BoolArray], mask: OpdMask) -> None:
         """The tokens of one rollout; its file is replaced if it is there (a resumed run writes it again).

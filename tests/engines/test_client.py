@@ -378,7 +378,7 @@ def test_the_key_is_sent() -> None:
 
 def test_a_server_that_scores_at_temperature_one_is_refused_where_another_was_asked_for() -> None:
     """SGLang takes `custom_params` and does nothing with them: its answer says nothing of a temperature."""
-    request = GenerateRequest("r", (1, 2, 3), 0, input_temperature=0.5)
+    request = GenerateRequest("r", (1, 2, 3), 0, logprob_start_len=0, input_temperature=0.5)
     scored = answer("r", [], input_token_logprobs=[[None, 1, None], [-1.0, 2, None], [-1.0, 3, None]])
     with pytest.raises(EngineRejectedError, match=r"those at temperature 0\.5.*opd\.teacher_temperature=1"):
         play([say([scored])], lambda c: c.generate([request]))

@@ -60,7 +60,7 @@ def test_a_file_for_each_rollout_with_the_published_columns(tmp_path: Path) -> N
     bank = TokenBank.of(run)
     assert bank is not None
     for rollout in (0, 1, 1):  # the second again, as after a resume
-        build_rows([sample(0, rollout), sample(1, rollout)], run, bank=bank.write)
+        build_rows([sample(0, rollout), sample(1, rollout)], run, bank=bank)
     folder = run.run_dir / "bank"
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json", "rollout_000000.csv", "rollout_000001.csv", "summary.csv",
@@ -93,7 +93,7 @@ def test_without_a_selection_as_json_lines_with_the_lists(tmp_path: Path) -> Non
     )  # fmt: skip
     bank = TokenBank.of(run)
     assert bank is not None
-    rows, _ = build_rows([sample(0)], run, bank=bank.write, rollout_id=12)
+    rows, _ = build_rows([sample(0)], run, bank=bank, rollout_id=12)
     assert rows[0].opd_weights.tolist() == [1.0, 1.0, 0.0]
     written = [json.loads(line) for line in (tmp_path / "x" / "rollout_000012.jsonl").read_text().splitlines()]
     assert [row["budget_keep"] for row in written] == [1, 1, 0]
