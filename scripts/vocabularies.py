@@ -1,4 +1,5 @@
-"""The real vocabularies that tests and benchmarks use: where they come from, and how to load them.
+"""The real vocabularies that tests and benchmarks use: where they come from, and how to load them; and tokenizers of Hugging
+Face made of them by the published rules of families (`FAMILIES`).
 
 `scripts/fetch_vocabularies.py` puts them into the folder `.cache/vocabularies` (SLIME_TANDEM_VOCABULARIES names another);
 nothing here asks a network.
@@ -265,7 +266,11 @@ def _hugging_face(name: str, path: Path) -> Vocabulary:
 
     hf: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     vocab = hf.get_vocab()
-    eos_ids = frozenset(vocab[token] for token in _HF_EOS[name])
+    return as_vocabulary(name, source_of(path.name), hf, frozenset(vocab[token] for token in _HF_EOS[name]))
+
+
+def as_vocabulary(name: str, source: str, hf: Any, eos_ids: frozenset[int]) -> Vocabulary:
+    """A fast tokenizer of Hugging Face."""
     tokens = build_token_bytes(hf, eos_ids)
     backend = hf.backend_tokenizer
 
@@ -275,4 +280,100 @@ def _hugging_face(name: str, path: Path) -> Vocabulary:
     def decode(ids: list[int]) -> str:
         return str(backend.decode(ids, skip_special_tokens=False))
 
-    return Vocabulary(name, source_of(path.name), tokens, encode, decode)
+    return Vocabulary(name, source, tokens, encode, decode)
+
+
+# ---- families, as Hugging Face's tokenizers ----
+
+
+def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> Any:
+    """A SentencePiece model as a fast tokenizer, as the published `tokenizer.json` of its family is made.
+
+    `spaces`: how text is prepared. "replace": Gemma's way (no space in front; user-defined pieces are added tokens, not
+    normalised); "prepend": Llama-2's legacy way; "first", "always", "never": Metaspace with that scheme (Mistral v3, and
+    tokenizers converted with and without `legacy`). `limit`: only the first pieces, the control pieces, bytes and letters.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as proto
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    kind = proto.ModelProto.SentencePiece
+    model = proto.ModelProto.FromString((cache_dir() / file).read_bytes())
+    kept = {kind.CONTROL, kind.BYTE}
+    pieces = [
+        p
+        for i, p in enumerate(model.pieces)
+        if limit is None or i < limit or p.type in kept or (len(p.piece) == 1 and p.piece < "\u3000")
+    ]
+    vocab = {p.piece: i for i, p in enumerate(pieces)}
+    # Scores fall with the id, in every model here: the earlier of two pieces is merged first.
+    tok = Tokenizer(models.BPE(vocab, generate_merges(vocab), unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replace = normalizers.Replace(" ", "\u2581")
+    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spaces == "replace":
+        tok.normalizer = replace
+        tok.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif spaces == "prepend":
+        tok.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
+    else:
+        tok.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=spaces, split=False)
+    if spaces not in ("replace", "never"):
+        steps.append(decoders.Strip(" ", 1, 0))
+    tok.decoder = decoders.Sequence(steps)
+    tok.add_special_tokens([p.piece for p in pieces if p.type in (kind.CONTROL, kind.UNKNOWN)])
+    own = [p.piece for p in pieces if p.type == kind.USER_DEFINED]
+    tok.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in own])
+    end = model.pieces[model.trainer_spec.eos_id].piece
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token=end, unk_token="<unk>")
+
+
+def from_ranks(name: str, *, composes: bool, added: tuple[str, ...] = ()) -> Any:
+    """A tiktoken file as a byte-level fast tokenizer, by the library's own conversion; `composes`: NFC first (Qwen)."""
+    from tokenizers import AddedToken, normalizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    pattern, special, eos_ids = RANK_FILES[name]
+    path = cache_dir() / FILES[name]
+    tok = TikTokenConverter(vocab_file=str(path), pattern=pattern, extra_special_tokens=list(special)).converted()
+    if composes:
+        tok.normalizer = normalizers.NFC()
+    tok.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in added])
+    end = next(piece for piece, i in special.items() if i == max(eos_ids))
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token=end)
+
+
+def with_prefix_space(file: str, end: str, *, prefix: bool = True) -> Any:
+    """A byte-level `tokenizer.json` with `add_prefix_space` set to `prefix`."""
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    hf: Any = PreTrainedTokenizerFast(tokenizer_file=str(cache_dir() / file), eos_token=end)
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    return hf
+
+
+FAMILIES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "gemma3-hf": ("gemma3.model", lambda: from_sentencepiece("gemma3.model", spaces="replace")),
+    "llama2-legacy-hf": ("mistral-v1.model", lambda: from_sentencepiece("mistral-v1.model", spaces="prepend")),
+    "mistral-v3-hf": ("mistral-v3.model", lambda: from_sentencepiece("mistral-v3.model", spaces="first")),
+    "metaspace-always-hf": ("mistral-v3.model", lambda: from_sentencepiece("mistral-v3.model", spaces="always")),
+    "metaspace-never-hf": ("mistral-v1.model", lambda: from_sentencepiece("mistral-v1.model", spaces="never")),
+    "qwen3-hf": (
+        "qwen.tiktoken",
+        lambda: from_ranks(
+            "qwen", composes=True, added=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+        ),
+    ),
+    "gpt2-prefix-hf": ("gpt2.tokenizer.json", lambda: with_prefix_space("gpt2.tokenizer.json", "<|endoftext|>")),
+}
+"""Fast tokenizers by published rules, from real vocabularies: {name: (file, how it is made)}."""
+
+
+@cache
+def load_family(name: str) -> Vocabulary:
+    """One of FAMILIES; the large ones take some seconds."""
+    file, make = FAMILIES[name]
+    hf = make()
+    return as_vocabulary(name, source_of(file), hf, frozenset({hf.eos_token_id}))

@@ -137,14 +137,15 @@ def align(
     `student`, `teacher`: folder, tokenizer.json, tekken.json, *.model or `builtin:<role>`; no weights are read. Raises
     ModelError for a tokenizer that cannot be read or loses bytes.
     """
-    from slime_tandem.distill.alignment import UNALIGNED_REASONS, Aligner
+    from slime_tandem.distill.alignment import UNALIGNED_REASONS
+    from slime_tandem.distill.conversation import aligner_of
     from slime_tandem.models.text_tokenizer import load_text_tokenizer, sample_ids
 
     s, t = (
         load_text_tokenizer(str(name), Path(cache_dir), trust_remote_code=trust_remote_code)
         for name in (student, teacher)
     )
-    aligner = Aligner(s.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=thinking)
+    aligner = aligner_of(s.tokens, t.tokens, t.markup, thinking)
     ids = tuple(sample_ids(s, text))
     written = aligner.write(ids, t.encode)
     found = aligner.align(written)

@@ -13,11 +13,25 @@ Nobody takes a sentence apart again. Our own invariants are `assert`s instead: a
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Sequence
 from typing import Self
 
 _LONGEST = 1000
 """Characters of a value that are shown: a user's function may answer megabytes."""
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text that others wrote (a model, a file, a server) as a terminal may show it: what would move its cursor, colour it or
+    turn its reading direction is shown by number; line ends and tabs stay.
+
+    >>> printable("a\x1b[2J\u202eb\r\n")
+    'a\\x1b[2J\\u202eb\\r\n'
+    """
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def explain(field: str, value: object, expected: str, remedy: str) -> str:
@@ -142,6 +156,18 @@ class WeightVersionError(EngineError):
 
 class TeacherScoreError(EngineError):
     """A teacher's answer is missing, short, or holds a value that is no log-probability."""
+
+
+class UnreadRolesError(TeacherScoreError):
+    """A sample holds messages of a role that the teacher's template does not show."""
+
+
+class UnreadToolsError(TeacherScoreError):
+    """A sample offers or calls tools, and the teacher's template shows none."""
+
+
+class UnreadTemplateError(TeacherScoreError):
+    """The teacher's template refuses a sample, or does not write its turns out."""
 
 
 class EnvironmentTimeoutError(EngineError):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from slime_tandem.errors import ConfigError
+from slime_tandem.errors import ConfigError, TandemError
 
 T = TypeVar("T")
 
@@ -48,7 +48,26 @@ def find(name: str, built_in: Mapping[str, T], field: str, kind: type[T] | None 
     try:
         found: T = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # an import runs the user's code
-        raise refusal(" ".join(f"{type(error).__name__}: {error}".split())) from error
+        raise refusal(said(error)) from error
     if not (callable(found) if kind is None else isinstance(found, kind)):
         raise refusal(f"it is a {type(found).__name__}" + ("" if kind is None else f", no {kind.__name__}"))
     return found
+
+
+def made(make: Callable[..., T], *args: object, field: str, name: str) -> T:
+    """What `make`, a user's own that `name` stands for, makes of `args`. Raises ConfigError, naming `field`, if it raises."""
+    try:
+        return make(*args)
+    except TandemError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code
+        raise ConfigError(field, name, f"one that can be made ({said(error)})", "mend it") from error
+
+
+def said(error: BaseException) -> str:
+    """An error of somebody else's in one line.
+
+    >>> said(KeyError("a"))
+    "KeyError: 'a'"
+    """
+    return " ".join(f"{type(error).__name__}: {error}".split())

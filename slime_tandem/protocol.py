@@ -61,7 +61,9 @@ class GenerateRequest:
     position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `truncated_logprobs`: the
     output log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids
     come along; only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores:
-    its answer then lacks them). `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
+    its answer then lacks them). `input_temperature`: the temperature of the input
+    log-probs; 1 is every server's, another travels in `custom_params`, too, and only the embedded server obeys.
+    `handoff`: senior and junior write by this rule; only a fused engine (docs/fused.md)
     understands it.
 
     >>> GenerateRequest("r1", (1, 2, 3), max_new_tokens=4, stop_token_ids=(0,)).sampling_params()["max_new_tokens"]
@@ -87,6 +89,7 @@ class GenerateRequest:
     conversation: str | None = None
     handoff: Handoff | None = None
     truncated_logprobs: bool = False
+    input_temperature: float = 1.0
 
     def sampling_params(self) -> dict[str, Any]:
         """The `sampling_params` object of the wire format."""
@@ -107,8 +110,11 @@ class GenerateRequest:
             params["sampling_seed"] = self.sampling_seed
         if self.min_p > 0.0:
             params["min_p"] = self.min_p
-        if self.truncated_logprobs:
-            params["custom_params"] = {"truncated_logprobs": True}
+        custom: dict[str, Any] = {"truncated_logprobs": True} if self.truncated_logprobs else {}
+        if self.input_temperature != 1.0:
+            custom["input_temperature"] = self.input_temperature
+        if custom:
+            params["custom_params"] = custom
         return params
 
 
@@ -119,7 +125,8 @@ class GenerateResult:
     `output_log_probs` [n] nats, one per output id (empty if not asked for). `input_log_probs` covers positions
     `logprob_start_len ..` of the input; its first entry is None (nothing predicts the first token).
     `served_rid` is the request's name on the wire (the client's repeats have names of their own), by which a session continues.
-    `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`.
+    `authors` and `senior_log_probs` [n] (nats, at the request's temperature) are there if the request had a `handoff`; of the
+    latter some may be None, of tokens of the junior's that the senior has not read.
     `kept_ids` is there, one entry per output id, if `truncated_logprobs` was asked for: the ids that the token was
     drawn from, empty for
     the whole vocabulary. `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
@@ -142,7 +149,7 @@ class GenerateResult:
     input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
     served_rid: str = ""
     authors: tuple[int, ...] = ()
-    senior_log_probs: tuple[float, ...] = ()
+    senior_log_probs: tuple[float | None, ...] = ()
     kept_ids: tuple[tuple[int, ...], ...] = ()
 
 

@@ -27,14 +27,24 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat turn, as chat templates take it."""
+    """One chat turn, as chat templates take it; `extra` holds its further keys (`tool_calls`, `tool_call_id`, `name`).
+
+    >>> Message.of({"role": "tool", "content": "4", "name": "sum"}).as_dict()
+    {'role': 'tool', 'content': '4', 'name': 'sum'}
+    """
 
     role: str
     content: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """The dict form that `apply_chat_template` takes."""
-        return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": self.content, **self.extra}
+
+    @classmethod
+    def of(cls, turn: Mapping[str, Any]) -> Message:
+        """The message of a dict."""
+        return cls(turn["role"], turn["content"], {k: v for k, v in turn.items() if k not in ("role", "content")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,11 @@ class Prompt:
     label: str | None
     task: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tools(self) -> Sequence[Any] | None:
+        """What the prompt offers the model to call (`metadata.tools`, as `apply_chat_template` takes it)."""
+        return self.metadata.get("tools") or None
 
 
 @dataclass(frozen=True, slots=True)

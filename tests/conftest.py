@@ -160,6 +160,15 @@ def forked_servers(_preloaded_python: str) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Model families by name (scripts/families.py): (tokenizer, chat template) of each."""
+    from families import FAMILIES, load
+
+    root = tmp_path_factory.mktemp("families")
+    return {name: load(name, root) for name in FAMILIES}
+
+
 @pytest.fixture
 def running() -> Iterator[Callable[[Any], Any]]:
     """`running(ThreadServer(folder))`: that server, started, until the test ends."""

@@ -7,45 +7,71 @@ in the environment) is tested on `engines.processes.ServerProcess`.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from aiohttp import web
 
+from slime_tandem.engines.embedded.doorway import Doorway
 from slime_tandem.engines.embedded.engine_thread import EngineThread
-from slime_tandem.engines.embedded.runner import Runner
-from slime_tandem.engines.embedded.server import Server, served_model
-from slime_tandem.models.hf import load_model, load_tokenizer
+from slime_tandem.engines.embedded.server import Server, load_served, model_info
+from slime_tandem.engines.serve_options import ServeOptions
+from slime_tandem.models.hf import load_model
+
+
+def ask(
+    url: str, path: str, body: Any = None, method: str | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, Any]:
+    """(status, parsed JSON or text) of one plain request; POST if there is a body, which is bytes or becomes JSON."""
+    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+    named = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"{url}{path}", data=data, method=method, headers=named)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status, raw = response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, raw = error.code, error.read()
+    try:
+        return status, json.loads(raw)
+    except ValueError:
+        return status, raw.decode()
 
 
 class ThreadServer:
-    """`embedded.server.serve` for the model folder `model` on a free port, without a process; use as a context manager."""
+    """`embedded.server.serve` for the model folder `model` on a free port, without a process; use as a context manager.
 
-    def __init__(self, model: Path, *, max_batch: int = 256, cache_tokens: int = 4096) -> None:
+    `load` makes the model of a weight update.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        max_batch: int = 256,
+        cache_tokens: int = 4096,
+        api_key: str | None = None,
+        load: Callable[[str], Any] = load_model,
+    ) -> None:
         self.model = str(model)
-        hf_model, tokenizer = load_model(self.model, "float32"), load_tokenizer(self.model)
-        self._runner = Runner(
-            hf_model, self._decode, max_batch=max_batch, cache_tokens=cache_tokens, weight_version="default"
-        )
-        sizes = self._runner.kv
-        tokens = min(sizes.context_length, cache_tokens)
-        self._facts = served_model(hf_model, tokenizer, tokens, sizes.vocab_size)
-        names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), self.model)
-        numbers = {"vocab_size": sizes.vocab_size, "context_length": sizes.context_length, "max_total_tokens": tokens}
-        self._info = {**names, **numbers, "is_generation": True, "dtype": "float32", "engine": "slime_tandem"}
+        options = ServeOptions(max_batch=max_batch, cache_tokens=cache_tokens)
+        self.runner, self._facts = load_served(self.model, options)
+        self._info = model_info(self.model, self.runner, self._facts, options)
+        self._doorway, self._load = Doorway(options.host, api_key=api_key), load
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=f"serves {model}", daemon=True)
         self.url = ""
 
-    def _decode(self, ids: list[list[int]]) -> list[str]:
-        return self._facts.decode(ids, False)
-
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        engine = EngineThread(self._runner, lambda path: load_model(path, "float32"), self._ended.set)
-        application = Server(engine, self._facts, self._info, api_key=None).application()
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=10.0)
+        engine = EngineThread(self.runner, self._load, self._ended.set)
+        runner = Server(engine, self._facts, self._info, self._doorway).runner()
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
@@ -53,7 +79,7 @@ class ThreadServer:
             self._ready.set()
             await self._ended.wait()
         finally:
-            await asyncio.to_thread(engine.stop, 10.0)
+            await engine.stop(10.0)
             await runner.cleanup()
 
     def __enter__(self) -> Self:

@@ -93,7 +93,7 @@ def test_one_run_with_strategy_selector_signal_family_reward_and_environment(
     run = slime_tandem.train(config)
     assert run.config.tasks == config.tasks, "the resolved settings keep the names"
     assert run.config.tandem.selection_strategy == "own_handoffs:after_digit"
-    assert 1.0 <= run.steps[0]["tandem/tokens_per_sent"] <= 6.0, "a run ends after a digit, or after six tokens"
+    assert 1.0 <= run.steps[0]["tandem/tokens_per_stretch"] <= 6.0, "a run ends after a digit, or after six tokens"
     (row,) = run.steps
     assert 0.3 < row["selection/keep_ratio"] <= 0.7
     assert row["train/opd_loss"] > 0

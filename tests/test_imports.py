@@ -22,7 +22,7 @@ from .waiting import PATIENCE_S
 ROOT = Path(slime_tandem.__file__).parent
 
 ROOMS = (
-    "errors", "types", "files", "signals", "extensions", "strategies", "config", "protocol",  # words
+    "errors", "types", "files", "signals", "extensions", "strategies", "config", "protocol", "turns",  # words
     "tokens", "rollout", "distill", "objective", "tasks", "report",  # what is computed, and what is read of it
     "models", "engines", "megatron", "training", "team",  # models at work
     "local", "evaluation", "doctor", "diagnostics", "slime_hooks",  # what is done with them
@@ -37,13 +37,14 @@ ALLOWED = {
     "strategies": {"errors", "extensions"},
     "config": {"errors", "files", "extensions", "strategies"},
     "protocol": {"types"},
+    "turns": set(),
     "tokens": set(),
     "rollout": {"tokens", "protocol"},
-    "distill": {"tokens", "protocol"},
+    "distill": {"turns", "tokens", "protocol"},
     "objective": set(),
     "tasks": set(),
     "report": set(),
-    "models": {"tokens", "tasks", "protocol"},
+    "models": {"turns", "tokens", "tasks", "protocol"},
     "engines": {"protocol", "tokens", "rollout", "models", "objective"},
     "megatron": {"models", "objective"},
     "training": {"objective", "distill", "megatron", "tasks", "report"},
@@ -66,7 +67,7 @@ ALLOWED = {
 WORDS = {"errors", "types", "files", "signals", "extensions", "strategies", "config"}
 
 PURE = (
-    "errors", "types", "strategies", "protocol", "tokens", "rollout", "distill", "objective",
+    "errors", "types", "strategies", "protocol", "turns", "tokens", "rollout", "distill", "objective",
 )  # fmt: skip
 """No file, socket, process or clock is touched by these rooms..."""
 DOORS = {
@@ -77,6 +78,7 @@ DOORS = {
     "distill.panel": "asks a teacher's engine",
     "distill.candidates": "asks engines for lists",
     "distill.scorer": "asks a user's scorer",
+    "distill.published": "shuffles with a generator of its own seed",
 }
 """... but for these modules, which have nothing but one door each (an engine that is handed to them, a file that is named)."""
 

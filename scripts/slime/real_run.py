@@ -291,14 +291,18 @@ runpy.run_path(entry, run_name="__main__")
 def fused_flags(a, env, section):
     """What the fused engine adds to slime's flags, as `slime-tandem config --check` prints it; variables go into `env`."""
     from slime_tandem.config import RunConfig
-    from slime_tandem.engines.fused.launch import slime_settings
+    from slime_tandem.engines.fused.launch import catch_up_of, slime_settings
     from slime_tandem.team.roster import Roster
 
     tree = section["slime_tandem"]
     config = RunConfig.from_mapping({**tree, "models": {**tree["models"], "senior": str(a.models / "senior")}})
     roster = Roster(config)
     variables, flags = slime_settings(
-        roster.folders["senior"], roster.folders["junior"], roster.fused_tables(), a.work / "fused"
+        roster.folders["senior"],
+        roster.folders["junior"],
+        roster.fused_tables(),
+        a.work / "fused",
+        catch_up_of(config.engine.fused_attention),
     )
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = variables["SGLANG_EXTERNAL_MODEL_PACKAGE"]
     return flags

@@ -24,7 +24,7 @@ def add(commands: flags.Commands) -> None:
     parser = flags.command(
         commands,
         "align",
-        "How a teacher's tokenizer cuts what a student's writes: special tokens, coverage, unaligned spans in colour.",
+        "How a teacher's tokenizer cuts what a student's writes: turns, special tokens, coverage, unaligned spans in colour.",
     )
     for role in ("student", "teacher"):
         parser.add_argument(
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Align the text and print the special tokens, the coverage and the text itself."""
     from rich.console import Console
 
-    from slime_tandem.distill.alignment import Aligner
+    from slime_tandem.distill.conversation import aligner_of
     from slime_tandem.distill.show import coloured, coverage_table, reasons_line
     from slime_tandem.distill.teacher import describe_special
     from slime_tandem.models.text_tokenizer import load_response, load_text_tokenizer, sample_ids
@@ -63,10 +63,17 @@ def run(args: argparse.Namespace) -> int:
     teacher = load_text_tokenizer(args.teacher, cache, trust_remote_code=trust)
     text = SAMPLE if args.file is None else _read_text(args.file)
     ids = load_response(text, args.file) if args.ids else sample_ids(student, text)
-    aligner = Aligner(student.tokens, teacher.tokens, end_of_turn=teacher.end_of_turn, thinking=args.thinking)
+    aligner = aligner_of(student.tokens, teacher.tokens, teacher.markup, args.thinking)
     aligned = aligner.align(aligner.write(ids, teacher.encode))
     console = Console(highlight=False, soft_wrap=True)
+    for role, tokenizer in (("student", student), ("teacher", teacher)):
+        found = tokenizer.chat.lines() if tokenizer.chat else ["no chat template: ends of turn go by names of tokens"]
+        print("\n  ".join([f"turns of the {role}:", *found]))
     print(describe_special(aligner))
+    for side in (student, teacher):
+        if side.tokens.disproved:
+            n = len(side.tokens.disproved)
+            print(f"{side.name}: {n} ids are masked, its decoder writes something else than their pieces")
     console.print(coverage_table(aligned, f"{student.name} <- {teacher.name}"))
     console.print(reasons_line(aligned))
     console.print(coloured(ids, aligned, student.show, args.limit))

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from slime_tandem.cli import flags
+from slime_tandem.errors import printable
 
 if TYPE_CHECKING:
     from slime_tandem.doctor.probes import Finding
@@ -43,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     def say(finding: Finding) -> None:
         if not args.json:
-            print(f"{finding.status:4}  {finding.name}: {finding.detail}", flush=True)
+            print(printable(f"{finding.status:4}  {finding.name}: {finding.detail}"), flush=True)
             if finding.remedy:
-                print(f"      remedy: {finding.remedy.rstrip('.')}.", flush=True)
+                print(printable(f"      remedy: {finding.remedy.rstrip('.')}."), flush=True)
 
     config = flags.load_config(args)
     findings = run_doctor(config, say, prompts=args.prompts, length_updates=args.length_updates)

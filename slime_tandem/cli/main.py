@@ -15,15 +15,28 @@ import traceback
 from collections.abc import Sequence
 
 from slime_tandem import __version__
-from slime_tandem.cli import align, config, convert, doctor, evaluate, models, report, score, serve, suite, train
+from slime_tandem.cli import (
+    align,
+    config,
+    convert,
+    doctor,
+    evaluate,
+    migrate,
+    models,
+    report,
+    score,
+    serve,
+    suite,
+    train,
+)
 from slime_tandem.cli.completion import SHELLS, PrintCompletion
-from slime_tandem.errors import RunDirError, TandemError
+from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-COMMANDS = (train, evaluate, doctor, align, score, suite, report, config, convert, serve, models)
+COMMANDS = (train, evaluate, doctor, align, score, suite, report, config, migrate, convert, serve, models)
 """A module for each command, in the order of --help: `add` declares it, `run` does it. What is heavy they import in `run`."""
 
 
@@ -82,11 +95,11 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
         if os.environ.get("SLIME_TANDEM_TRACEBACK"):
             traceback.print_exc()
         told = error if isinstance(error, TandemError) else TandemError.of_os_error(error.filename or "output", error)
-        print("\n".join((f"{command}: {told}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        print(printable("\n".join((f"{command}: {told}", *getattr(error, "__notes__", ())))), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         hint = "; `--resume` goes on from the last checkpoint, if there is one" if command.endswith(" train") else ""
-        print("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        print(printable("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ())))), file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole
         print(

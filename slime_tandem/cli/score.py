@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import get_args
 
 from slime_tandem.cli import flags
 from slime_tandem.config import AlignmentPolicy
 from slime_tandem.errors import ConfigError
+from slime_tandem.files import parse_json
 
 
 def add(commands: flags.Commands) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _json_object(flag: str, text: str) -> dict[str, object]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError("not an object")
     except ValueError as error:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from slime_tandem.cli import flags
+from slime_tandem.config import EngineConfig
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError
 
@@ -29,12 +30,18 @@ def add(commands: flags.Commands) -> None:
         metavar="FILE",
         help="with --fused: the Python that has SGLang (or SLIME_TANDEM_SGLANG_PYTHON)",
     )
+    parser.add_argument(
+        "--fused-attention",
+        choices=("every_step", "catch_up"),
+        default=EngineConfig().fused_attention,
+        help="with --fused: engine.fused_attention (default: %(default)s)",
+    )
     parser.add_argument("--allow-unknown-version", action="store_true", help="with --fused: any version of SGLang")
     parser.add_argument(
         "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
     )
     parser.add_argument("sglang_args", nargs="*", metavar="-- SGLANG_ARGS", help="with --fused")
-    ServeOptions.add_flags(parser, "host", "port", "max_batch", "cache_tokens", "threads")
+    ServeOptions.add_flags(parser, "host", "port", "max_batch", "cache_tokens", "threads", "allowed_hosts")
     flags.add_dtype(parser, "weights")
     flags.add_api_key_env(parser, "environment variable with the key that clients must send")
     flags.add_cache_dir(parser)
@@ -57,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_fused(args: argparse.Namespace, key: str | None) -> int:
-    from slime_tandem.engines.fused.launch import FusedServer, Sglang, shared_tables
+    from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of, shared_tables
     from slime_tandem.models.builtin import resolve_model
     from slime_tandem.models.hf import check_model_folder
     from slime_tandem.models.text_tokenizer import load_response
@@ -75,11 +82,9 @@ def _run_fused(args: argparse.Namespace, key: str | None) -> int:
     server = FusedServer(
         senior,
         junior,
-        ServeOptions(
-            host=args.host, port=args.port, dtype=args.dtype, api_key=key, trust_remote_code=args.trust_remote_code
-        ),
+        ServeOptions.from_args(args, key),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra),
+        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra, catch_up_of(args.fused_attention)),
         log_file=None,
     )
     try:

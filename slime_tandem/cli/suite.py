@@ -18,7 +18,10 @@ def add(commands: flags.Commands) -> None:
     )
     parser.add_argument("suite", metavar="SUITE", help="folder of the runs and of method_mapping.csv")
     parser.add_argument(
-        "--methods", required=True, metavar="LIST", help='"method:ratio:idx ...", e.g. "teachability:0.10:20"'
+        "--methods",
+        required=True,
+        metavar="LIST",
+        help='"method:ratio:idx ...", e.g. "teachability:0.10:20"; blanks or commas between',
     )
     parser.add_argument("--seeds", default="0 1 2", metavar="LIST", help="seeds of every method")
     flags.add_config(parser, "YAML file with the settings of all runs")

@@ -9,6 +9,7 @@ from slime_tandem.config.cluster import (
 from slime_tandem.config.engine import (
     EngineConfig,
     ModelsConfig,
+    TextMarkers,
 )
 from slime_tandem.config.load import (
     read_yaml_mapping,
@@ -56,7 +57,7 @@ from slime_tandem.config.section import (
     Section,
     http_url,
 )
-from slime_tandem.config.sections import EvalConfig, Sections, TaskSpec, TrainConfig
+from slime_tandem.config.sections import AnswerKind, EvalConfig, RewardConfig, Sections, TaskSpec, TrainConfig
 from slime_tandem.config.serving import ServedModel, ServingConfig
 from slime_tandem.config.tandem import (
     AuthorSchedule,
@@ -71,6 +72,7 @@ __all__ = [
     "SELECTOR_ALIASES",
     "AdvantageScale",
     "AlignmentPolicy",
+    "AnswerKind",
     "AuthorSchedule",
     "Baseline",
     "BoundaryClass",
@@ -94,6 +96,7 @@ __all__ = [
     "Probability",
     "RatioLevel",
     "Reduction",
+    "RewardConfig",
     "RolloutWeights",
     "RunConfig",
     "SamplingConfig",
@@ -111,6 +114,7 @@ __all__ = [
     "TandemConfig",
     "TaskSpec",
     "TeacherSpec",
+    "TextMarkers",
     "Thinking",
     "TrainConfig",
     "choices_of",

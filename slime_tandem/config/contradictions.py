@@ -11,6 +11,7 @@ from typing import NamedTuple
 from slime_tandem.config.sections import Sections
 from slime_tandem.config.serving import ServedModel
 from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import is_own
 
 
 class Rule(NamedTuple):
@@ -34,7 +35,7 @@ def _truncated(c: Sections, replay: str) -> bool:
     return c.sampling.truncates and _trains(c) and c.sampling.truncation_replay == replay
 
 
-def _selects(c: Sections) -> bool:
+def _by_reference(c: Sections) -> bool:
     return c.opd.selection.rules == "reference"
 
 
@@ -47,12 +48,23 @@ BEFORE_MISUSE: tuple[Rule, ...] = (
     ),
     Rule(
         "opd.enabled",
-        lambda c: c.opd.enabled and (c.sampling.temperature != 1.0 or c.sampling.truncates),
+        lambda c: c.opd.enabled and (c.sampling.temperature == 0.0 or c.sampling.truncates),
         lambda c: (
-            "sampling.temperature=1, top_p=1, top_k=-1, min_p=0, because the teacher scores its full distribution at "
-            "temperature 1"
+            "sampling.temperature above 0, top_p=1, top_k=-1, min_p=0, because the teacher scores its full distribution"
         ),
         "set these, or opd.enabled=false",
+    ),
+    Rule(
+        "opd.teacher_temperature",
+        lambda c: c.opd.enabled and c.opd.teacher_temperature == "rollout" and c.opd.list_length > 0,
+        lambda c: "1 with a selection or a bank of tokens, whose lists of the student are at temperature 1",
+        "set it",
+    ),
+    Rule(
+        "opd.teacher_temperature",
+        lambda c: c.opd.teacher_temperature == "rollout" and any(t.scorer is not None for t in c.opd.teachers),
+        lambda c: "1 with a teacher by `scorer`, which says itself what it scores",
+        "set it, or give that teacher a model",
     ),
     Rule(
         "sampling.truncation_replay",
@@ -124,20 +136,43 @@ BEFORE_MISUSE: tuple[Rule, ...] = (
 AFTER_MISUSE: tuple[Rule, ...] = (
     Rule(
         "opd.alignment",
-        lambda c: c.opd.selection.mask != "full" and c.opd.alignment != "strict",
+        lambda c: c.opd.list_length > 0 and c.opd.alignment != "strict",
         lambda c: (
             f"strict with opd.selection.selector={c.opd.selection.selector!r}: only one-to-one pairs have lists to score"
+            if c.opd.selection.mask != "full"
+            else "strict with opd.token_bank_dir: only one-to-one pairs have lists to score"
         ),
-        "set it, or selector=pure_opd",
+        "set it, or selector=pure_opd without opd.token_bank_dir",
     ),
     *(
         Rule(
             f"opd.selection.{name}",
-            lambda c, name=name, only=only: _selects(c) and getattr(c.opd.selection, name) != only,  # type: ignore[misc]
+            lambda c, name=name, only=only: _by_reference(c) and getattr(c.opd.selection, name) != only,  # type: ignore[misc]
             lambda c, only=only: f"{only} with opd.selection.rules='reference', which has no other",  # type: ignore[misc]
             "set it, or rules=own",
         )
-        for name, only in (("missing_mass", "fill"), ("denominator", "selected"), ("budget", "batch"))
+        for name, only in (
+            ("missing_mass", "fill"),
+            ("denominator", "selected"),
+            ("budget", "batch"),
+            ("divergence", "forward"),
+        )
+    ),
+    Rule(
+        "opd.selection.selector",
+        lambda c: _by_reference(c) and is_own(c.opd.selection.mask),
+        lambda c: "a built-in selector with opd.selection.rules='reference', which has no other",
+        "set rules=own",
+    ),
+    Rule(
+        "opd.selection.top_k",
+        lambda c: (
+            c.opd.list_length == 0 and c.opd.selection.top_k != type(c.opd.selection).model_fields["top_k"].default
+        ),
+        lambda c: (
+            f"16 (the default) with opd.selection.selector={c.opd.selection.selector!r} and no opd.token_bank_dir"
+        ),
+        "remove it, choose another selector, or set opd.token_bank_dir",
     ),
     Rule(
         "objective.kl_coef",
@@ -179,6 +214,7 @@ AFTER_MISUSE: tuple[Rule, ...] = (
         for field, usual, lists in (
             ("opd.signal", "sampled", lambda c: c.opd.signal != "sampled"),
             ("opd.selection.selector", "pure_opd", lambda c: c.opd.selection.mask != "full"),
+            ("opd.token_bank_dir", "null", lambda c: c.opd.token_bank_dir is not None),
         )
     ),
     Rule(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from slime_tandem.config.section import Section, http_url
+from slime_tandem.config.section import Ignored, Section, http_url
+
+TextMarkers = Literal["allow", "escape", "refuse"]
 
 
 class ModelsConfig(Section):
@@ -20,6 +22,11 @@ class ModelsConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="engine weights; the trainer keeps float32 masters"
     )
+    text_markers: TextMarkers = Field(
+        "escape",
+        description="control tokens that users, tools or environments have typed (<|im_end|>): escape reads them as plain "
+        "text, refuse stops, allow lets them act as templates do; all are counted in rollout/text_markers",
+    )
 
 
 class EngineConfig(Section):
@@ -29,6 +36,12 @@ class EngineConfig(Section):
         "two_servers",
         description="fused: senior and junior decode inside one SGLang server, at about the cost of both models "
         "(docs/fused.md); the teacher keeps a server of its own",
+    )
+    fused_attention: Literal["every_step", "catch_up"] = Field(
+        "every_step",
+        description="mode fused: catch_up: a model reads a sequence's KV when it writes it, and catches up in the same read "
+        "on what the other one wrote; every_step: both models read every sequence in every step (docs/fused.md says where "
+        "which pays)",
     )
     sglang_python: str | None = Field(
         None, description="mode fused: the Python that has SGLang; null: the variable SLIME_TANDEM_SGLANG_PYTHON"
@@ -40,7 +53,11 @@ class EngineConfig(Section):
     )
     junior_url: str | None = Field(None, description="the same for the junior")
     teacher_url: str | None = Field(None, description="the same for the teacher")
-    api_key_env: str | None = Field(None, description="environment variable that holds the servers' API key")
+    api_key_env: str | None = Field(
+        None,
+        description="environment variable that holds the servers' API key; null: servers that a run starts "
+        "get a key of that run, those of a URL none",
+    )
     start_timeout_s: float = Field(120.0, gt=0.0, description="seconds a server may take to come up")
     request_timeout_s: float = Field(120.0, gt=0.0, description="seconds one request may take")
     environment_timeout_s: float = Field(
@@ -59,6 +76,10 @@ class EngineConfig(Section):
         None,
         description="most tokens asked for in one co-writing request; null: whole chains of runs; auto: 6 for up to 128 "
         "responses at once, whole chains beyond (what was fastest on two GPU servers)",
+    )
+
+    ignored: ClassVar[tuple[Ignored, ...]] = (
+        Ignored("fused_attention", lambda s: s.mode != "fused", "mode", "set mode=fused"),
     )
 
     @field_validator("senior_url", "junior_url", "teacher_url")

@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from slime_tandem.config.section import Named
 from slime_tandem.errors import ConfigError
+from slime_tandem.files import DEPTH
+
+T = TypeVar("T")
+
+
+MOST_YAML = 2**24
+"""Characters of a YAML text."""
+_MOST_VALUES = 1_000_000
+"""Of a YAML text, aliases unfolded: a few lines of them would otherwise stand for billions."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, but a key that stands twice in one mapping is an error: PyYAML would drop the first value."""
+    """The safe loader, but a key that stands twice in one mapping is an error: PyYAML would drop the first value.
+
+    Depth and number of values, aliases unfolded, are bounded before any value is made.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As SafeLoader's; raises ComposerError for too many levels or values, and for an alias of what holds it."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {DEPTH} levels", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if not isinstance(event, yaml.AliasEvent):
+            inner = node.value if isinstance(node, yaml.SequenceNode) else []
+            if isinstance(node, yaml.MappingNode):
+                inner = [part for pair in node.value for part in pair]
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in inner)
+        if self._sizes.get(id(node), _MOST_VALUES + 1) > _MOST_VALUES:
+            problem = f"aliases that unfold to more than {_MOST_VALUES} values, or to themselves"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader's; raises ConstructorError for a key that is there already."""
@@ -30,22 +67,43 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The nodes of one document of YAML, None for an empty one; raises ValueError, told in one line, for anything else."""
+    return _told(lambda: yaml.compose(text, Loader=_Loader), text)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of one document of YAML, by the safe loader; raises ValueError, told in one line, for anything else.
+
+    No key twice, no second document, bounded in length, depth and number of values: `yaml.safe_load` has no such bounds.
+
+    >>> load_yaml("{a: [1, x], b: 1.5}")
+    {'a': [1, 'x'], 'b': 1.5}
+    """
+    return _told(lambda: yaml.load(text, Loader=_Loader), text)  # noqa: S506 - a SafeLoader
+
+
+def _told(read: Callable[[], T], text: str) -> T:
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{len(text)} characters, more than {MOST_YAML}")
+    try:
+        return read()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read one YAML mapping with the safe loader; raises ConfigError otherwise."""
     try:
-        loaded = _load_yaml(path.read_text(encoding="utf-8"))
+        loaded = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("--config", str(path), "an existing YAML file", "check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         expected = f"a readable UTF-8 text file ({why})"
         raise ConfigError("--config", str(path), expected, "give a YAML file, saved as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets a month 13 through as ValueError
-        expected = f"valid YAML ({' '.join(str(error).split())})"
+    except ValueError as error:
+        expected = f"valid YAML ({error})"
         raise ConfigError("--config", str(path), expected, "correct the file at this place") from None
     if loaded is None:
         return {}
@@ -60,11 +118,13 @@ def set_override(tree: dict[str, Any], item: str) -> None:
     if not eq or not key:
         raise ConfigError("--set", item, "key=value with a dotted key", "e.g. --set tandem.prob_senior=0.3")
     try:
-        value = _load_yaml(raw) if raw else ""
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError("--set", item, "a YAML value", "quote it") from None
+        value = load_yaml(raw) if raw else ""
+    except ValueError as error:
+        raise ConfigError("--set", item, f"a YAML value ({error})", "quote it") from None
     node = tree
     *parents, leaf = key.split(".")
+    if len(parents) > DEPTH:
+        raise ConfigError("--set", item, "the dotted name of a setting", "e.g. --set tandem.prob_senior=0.3")
     for part in parents:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):

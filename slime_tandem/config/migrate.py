@@ -1,7 +1,9 @@
 """Renames the field names of the first tandem code base to those in use, in configs, run scripts and checkpoint blobs.
 
 The naming authority's tables, word for word; nothing else is touched. In YAML, JSON and `.pt` files the keys of mappings are
-renamed (values stay what they are), in run scripts and other text every whole word. Each change is reported with its place.
+renamed, of values what is no plain word: metric names, overrides (`a.b=1`), code. In run scripts, code and other text every
+whole word. Each change is reported with its place; `left_alone` lists what looks like an old name and is in no table, or could
+be anything (`primary`, a value that is one word). What the settings of these names are here is `legacy.py`'s.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from slime_tandem.errors import ConfigError
-from slime_tandem.files import whole_file
+from slime_tandem.config.load import compose_yaml, load_yaml
+from slime_tandem.errors import ConfigError, printable
+from slime_tandem.files import parse_json, whole_file
 
 RENAMED: dict[str, str] = {
     # TandemConfig
@@ -46,13 +49,64 @@ RENAMED: dict[str, str] = {
     "tandem/frozen_token_fraction": "tandem/junior_token_fraction",
     # prefix of the junior's weights
     "FROZEN_PREFIX": "JUNIOR_PREFIX",
+    # functions and methods
+    "is_frozen_layer": "is_junior_layer",
+    "get_frozen_tp_group": "get_junior_tp_group",
+    "use_frozen_tp": "use_junior_tp",
+    "_frozen_tp_context": "_junior_tp_context",
+    "frozen_forward": "junior_forward",
+    "load_frozen_model": "load_junior_model",
+    "initialize_frozen_kv_cache": "initialize_junior_kv_cache",
+    "get_frozen_model": "get_junior_model",
+    "get_frozen_device": "get_junior_device",
+    # the sampler's and the manager's variables
+    "primary_logits": "senior_logits",
+    "frozen_logits": "junior_logits",
+    "primary_output": "senior_output",
+    "frozen_output": "junior_output",
+    "primary_tokens": "senior_tokens",
+    "frozen_tokens": "junior_tokens",
+    "use_primary": "use_senior",
+    "frozen_device": "junior_device",
+    "frozen_kv_caches": "junior_kv_caches",
+    "primary_vllm_config": "senior_vllm_config",
+    "frozen_attn_metadata": "junior_attn_metadata",
+    "frozen_input_ids": "junior_input_ids",
+    "frozen_positions": "junior_positions",
+    "frozen_logits_indices": "junior_logits_indices",
+    "frozen_sfc": "junior_sfc",
+    "primary_sfc": "senior_sfc",
+    "frozen_attn_count": "junior_attn_count",
+    "frozen_layers": "junior_layers",
+    "frozen_vllm_config": "junior_vllm_config",
+    "frozen_config": "junior_config",
+    "frozen_hf_config": "junior_hf_config",
+    "frozen_local_rank": "junior_local_rank",
 }
 DROPPED = ("model_a_mask",)
 """A key without a successor: it is taken out of a tree; in text, where its end is anybody's guess, it is an error."""
 _PREFIXES = {"tandem_frozen.": "tandem_junior."}
 """Of weights in a state dict."""
+_METRICS = tuple(name for name in RENAMED if "/" in name)
+_NEW = RENAMED | _PREFIXES
+
+
+def _words(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+
+
 _WORD = re.compile(
-    r"(?<![A-Za-z0-9_/])(" + "|".join(map(re.escape, sorted(RENAMED, key=len, reverse=True))) + r")(?![A-Za-z0-9_])"
+    # A metric may stand below others (train/tandem/...), a path's part is no field; a prefix goes on behind its full stop.
+    rf"(?<![A-Za-z0-9_])({_words(_METRICS)})(?![A-Za-z0-9_])|(?<![A-Za-z0-9_/])({_words(_PREFIXES)})"
+    rf"|(?<![A-Za-z0-9_/])({_words(set(RENAMED) - set(_METRICS))})(?![A-Za-z0-9_])"
+)
+_METRIC = re.compile(rf"(?<![A-Za-z0-9_])({_words(_METRICS)})(?![A-Za-z0-9_])")
+_CODE = re.compile(r"[=\n]|^\s*[{\[]")
+"""A string that is more than a word: an override, a JSON object, several lines."""
+_SUSPECT = re.compile(
+    r"(?<![A-Za-z0-9_])(?:[A-Za-z0-9_]*(?:frozen|primary)[A-Za-z0-9_]*|hot|model_[ab](?:_[A-Za-z0-9_]+)?|target_[a-z_]*config"
+    r"|TT|tandem native GRPO)(?![A-Za-z0-9_])",
+    re.IGNORECASE,
 )
 
 
@@ -66,7 +120,7 @@ class Change:
 
     def __str__(self) -> str:
         """As the tool prints it."""
-        return f"{self.where}: {self.old} -> {self.new or '(taken out)'}"
+        return printable(f"{self.where}: {self.old} -> {self.new or '(taken out)'}")
 
 
 def new_name(key: str) -> str | None:
@@ -82,7 +136,38 @@ def new_name(key: str) -> str | None:
     for old, new in _PREFIXES.items():
         if key.startswith(old):
             return new + key.removeprefix(old)
-    return key if key in RENAMED.values() else ".".join(RENAMED.get(part, part) for part in key.split("."))
+    if key in RENAMED.values():
+        return key
+    if _METRIC.search(key):
+        return _METRIC.sub(lambda m: RENAMED[m[0]], key)
+    parts = (re.fullmatch(r"([+~]*)(.*)", part, re.DOTALL) for part in key.split("."))
+    return ".".join(p[1] + RENAMED.get(p[2], p[2]) for p in parts if p is not None)
+
+
+def new_value(text: str) -> str:
+    """What a string that is a value says now: metric names anywhere, every old name where it is code; one word stays.
+
+    Raises ConfigError as `migrate_text`.
+
+    >>> new_value("train/tandem/primary_token_fraction"), new_value("+a.prob_primary=0.5"), new_value("frozen_model")
+    ('train/tandem/senior_token_fraction', '+a.prob_senior=0.5', 'frozen_model')
+    """
+    return migrate_text(text)[0] if _CODE.search(text) else _METRIC.sub(lambda m: RENAMED[m[0]], text)
+
+
+def left_alone(text: str) -> list[tuple[str, str]]:
+    """(line, what of it looks like a name of the first code base) in text that was migrated: for a person to look at.
+
+    >>> left_alone("prob_senior: 0.5\\nuse: the primary model, my_frozen_model")
+    [('line 2', 'primary'), ('line 2', 'my_frozen_model')]
+    """
+    known = set(RENAMED.values())
+    return [
+        (f"line {number}", m[0])
+        for number, line in enumerate(text.split("\n"), 1)
+        for m in _SUSPECT.finditer(line)
+        if m[0] not in known
+    ]
 
 
 def migrate_tree(tree: Any, where: str = "") -> tuple[Any, list[Change]]:
@@ -113,7 +198,13 @@ new='prob_senior')])
             items.append(item)
             changes += inner
         return (tuple(items) if isinstance(tree, tuple) else items), changes
+    if isinstance(tree, str) and (new := new_value(tree)) != tree:
+        return new, [Change(where or "top", m[0], _NEW[m[0]]) for m in _pattern(tree).finditer(tree)]
     return tree, changes
+
+
+def _pattern(value: str) -> re.Pattern[str]:
+    return _WORD if _CODE.search(value) else _METRIC
 
 
 def migrate_text(text: str) -> tuple[str, list[Change]]:
@@ -124,9 +215,9 @@ def migrate_text(text: str) -> tuple[str, list[Change]]:
     """
     lines, changes = text.split("\n"), list[Change]()
     for number, line in enumerate(lines, 1):
-        changes += [Change(f"line {number}", m[1], RENAMED[m[1]]) for m in _WORD.finditer(line)]
+        changes += [Change(f"line {number}", m[0], _NEW[m[0]]) for m in _WORD.finditer(line)]
         changes += [Change(f"line {number}", name, name) for name in DROPPED if re.search(rf"\b{name}\b", line)]
-        lines[number - 1] = _WORD.sub(lambda m: RENAMED[m[1]], line)
+        lines[number - 1] = _WORD.sub(lambda m: _NEW[m[0]], line)
     left = [c for c in changes if c.new == c.old]
     if left:
         raise ConfigError(left[0].where, left[0].old, "no name without a successor", "take it out by hand")
@@ -136,50 +227,23 @@ def migrate_text(text: str) -> tuple[str, list[Change]]:
 def migrate_yaml(text: str) -> tuple[str, list[Change]]:
     """YAML with keys renamed in place, comments and layout kept. Raises ConfigError for broken YAML, and as `migrate_tree`."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _require_small(node)
-        tree, changes = migrate_tree(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
-        raise ConfigError("file", _told(error), "one document of valid YAML", "correct it first") from None
+        node, loaded = compose_yaml(text), load_yaml(text)
+    except ValueError as error:
+        raise ConfigError("file", str(error), "one document of valid YAML", "correct it first") from None
+    tree, changes = migrate_tree(loaded)
     edits = sorted(set(_key_edits(node, text)), reverse=True) if node is not None else []
     for start, end, new in edits:
-        quoted = bool(new) and text[start] in "\"'"
+        quoted = bool(new) and text[start] in "\"'" and new[0] not in "\"'"
         text = text[:start] + (text[start] + new + text[start] if quoted else new) + text[end:]
     try:
-        whole = yaml.safe_load(text) == tree
-    except (yaml.YAMLError, ValueError):  # an anchor went that others name
+        whole = load_yaml(text) == tree
+    except ValueError:  # an anchor went that others name
         whole = False
     if not whole:
         last = next((c for c in changes if c.new is None), changes[0] if changes else None)
         expected = "keys that can be renamed or cut out where they stand"
         raise ConfigError("file", None if last is None else str(last), expected, "change it by hand")
     return text, changes
-
-
-def _told(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-_MOST_VALUES = 1_000_000
-
-
-def _require_small(root: yaml.Node | None) -> None:
-    """Raise ValueError for aliases that name what holds them, or unfold to more than `_MOST_VALUES` values."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = -1
-            inner = node.value if isinstance(node, yaml.SequenceNode) else []
-            if isinstance(node, yaml.MappingNode):
-                inner = [part for pair in node.value for part in pair]
-            sizes[id(node)] = 1 + sum(map(size, inner))
-        if not 0 <= sizes[id(node)] <= _MOST_VALUES:
-            raise ValueError(f"aliases that unfold to more than {_MOST_VALUES} values, or to themselves")
-        return sizes[id(node)]
-
-    if root is not None:
-        size(root)
 
 
 def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
@@ -196,6 +260,9 @@ def _key_edits(node: yaml.Node, text: str) -> Iterator[tuple[int, int, str]]:
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _key_edits(item, text)
+    elif isinstance(node, yaml.ScalarNode) and new_value(node.value) != node.value:
+        start, end = node.start_mark.index, node.end_mark.index
+        yield start, end, _pattern(node.value).sub(lambda m: _NEW[m[0]], text[start:end])
 
 
 def _cut(node: yaml.MappingNode, i: int, text: str) -> tuple[int, int, str]:
@@ -235,8 +302,8 @@ def _depth(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def migrate_file(path: Path, *, write: bool) -> list[Change]:
-    """Rename in one file, by its kind: .json, .yaml, .pt (tensors and plain values; read safely), anything else as text.
+def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[str, str]]]:
+    """(changes, what is left alone) of a file, by its kind: .json, .yaml, .pt (tensors and plain values; read safely), text.
 
     With `write`, a changed file is replaced and the old one kept as `<name>.bak`, which must not exist yet. Raises ConfigError.
     """
@@ -264,32 +331,46 @@ def migrate_file(path: Path, *, write: bool) -> list[Change]:
         raise ConfigError(str(path), str(error), "text that UTF-8 can hold", "correct it first") from None
     if changes and write:
         _replace(path, lambda temporary: temporary.write_bytes(data))
-    return changes
+    return changes, left_alone(new)
 
 
 def _json(text: str, path: Path) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), _told(error), "valid JSON", "correct it first") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise ConfigError(str(path), str(error), "valid JSON", "correct it first") from None
 
 
-def _migrate_torch(path: Path, *, write: bool) -> list[Change]:
-    import pickle
-
+def _migrate_torch(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[str, str]]]:
     import torch
 
     try:
         tree = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # noqa: BLE001 - damaged bytes end in whatever torch's readers stumble over
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             str(path), why, "a file of tensors and plain values", "save its config blob as JSON first"
         ) from None
-    new, changes = migrate_tree(tree)
+    try:
+        new, changes = migrate_tree(tree)
+    except RecursionError:
+        raise ConfigError(str(path), "very deep nesting", "a config blob", "save it as JSON first") from None
     if changes and write:
         _replace(path, lambda temporary: torch.save(new, temporary))
-    return changes
+    return changes, [(place, name) for place, text in _texts(new) for _, name in left_alone(text)]
+
+
+def _texts(tree: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every key and string of a tree, with its place."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _texts(key, where)
+            yield from _texts(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for i, value in enumerate(tree):
+            yield from _texts(value, f"{where}[{i}]")
+    elif isinstance(tree, str):
+        yield where or "top", tree
 
 
 def _replace(path: Path, save: Callable[[Path], object]) -> None:

@@ -129,16 +129,32 @@ class SelectionConfig(Section):
     )
     rules: SelectionRules = Field(
         "own",
-        description="reference: ties, quantiles, seeds and masks as the published code has them (docs/teachability.md)",
+        description="reference: scores, normalisation, ties, draws and masks of TA-OPD's published code, bit for bit, at about "
+        "50 microseconds a token (docs/teachability.md)",
+    )
+    exact_cmass: bool = Field(
+        False,
+        description="rules reference: C is the teacher's exact mass on the student's list (published: --opd-exact-cmass), not "
+        "what the teacher's own list tells of it",
+    )
+    mask_seed: int = Field(
+        42,
+        ge=0,
+        lt=2**63,
+        description="rules reference: seed of selector random; the rollout's number is added where opd.token_bank_dir is set",
     )
 
     ignored: ClassVar = (
         *(
             Ignored(name, lambda s: s.mask == "full", "selector", "choose another selector")
             for name in (
-                "ratio", "budget", "min_keep_per_sample", "top_k", "missing_mass", "compatibility", "prefix_alpha",
+                "ratio", "budget", "min_keep_per_sample", "missing_mass", "compatibility", "prefix_alpha",
                 "divergence", "normalisation", "gamma", "denominator", "rules",
             )
+        ),
+        *(
+            Ignored(name, lambda s: s.rules != "reference", "rules", "choose reference")
+            for name in ("exact_cmass", "mask_seed")
         ),
         Ignored(
             "gamma",
@@ -157,6 +173,11 @@ class SelectionConfig(Section):
         'dlearn_high'
         """
         return SELECTOR_ALIASES.get(self.selector, self.selector)
+
+    @property
+    def asks_cross(self) -> bool:
+        """Whether each side is asked for its exact values of the other's entries."""
+        return self.mask != "full" and (self.missing_mass == "exact" or self.exact_cmass)
 
 
 class OpdConfig(Section):
@@ -185,6 +206,12 @@ class OpdConfig(Section):
         description="signal jsd: weight of the teacher in the mixture (0.5: Jensen-Shannon); given to "
         "a signal of your own, too",
     )
+    teacher_temperature: Literal[1, "rollout"] = Field(
+        1,
+        description="temperature of the teacher's distribution: 1, so that the policy at sampling.temperature comes to the "
+        "teacher itself, or rollout, the same for both (embedded servers alone; SGLang scores at 1 whatever it is asked) "
+        "(docs/distillation.md)",
+    )
     position_discount: float = Field(
         1.0, gt=0.0, le=1.0, description="weight of response position t is this to the power t; 1: all alike"
     )
@@ -211,6 +238,15 @@ class OpdConfig(Section):
     on_failed_sample: Literal["drop_opd", "drop_sample", "stop"] = Field(
         "drop_opd", description="what happens to a sample whose teacher answer is unusable"
     )
+    token_bank_dir: str | None = Field(
+        None,
+        description="write every token's scores of each rollout there, a file a rollout, in TA-OPD's published columns (H, D, "
+        "C by its definitions, and whether the token was kept); asks both sides for lists of selection.top_k; a relative path "
+        "is below the run's folder",
+    )
+    token_bank_format: Literal["csv", "jsonl"] = Field("csv", description="format of these files")
+    token_bank_raw_topk: bool = Field(False, description="with both sides' lists in them")
+    token_bank_pair_id: str = Field("", description="their column pair_id")
 
     ignored: ClassVar = (
         Ignored("top_k", lambda s: s.signal == "sampled", "signal", "choose reverse_kl, forward_kl or jsd"),
@@ -218,9 +254,18 @@ class OpdConfig(Section):
         Ignored("jsd_beta", lambda s: s.signal != "jsd" and not is_own(s.signal), "signal", "choose jsd"),
         Ignored("clip", lambda s: s.signal != "sampled", "signal", "choose sampled"),
         Ignored("alignment", lambda s: s.signal != "sampled", "signal", "choose sampled"),
+        *(
+            Ignored(name, lambda s: s.token_bank_dir is None, "token_bank_dir", "set it")
+            for name in ("token_bank_format", "token_bank_raw_topk", "token_bank_pair_id")
+        ),
         Ignored("thinking", lambda s: bool(s.teachers), "teachers", "set it on the teachers"),
         Ignored("template_kwargs", lambda s: bool(s.teachers), "teachers", "set it on the teachers"),
     )
+
+    @property
+    def list_length(self) -> int:
+        """Length of both sides' lists that tokens are scored by; 0: none are asked for."""
+        return self.selection.top_k if self.selection.mask != "full" or self.token_bank_dir is not None else 0
 
     @field_validator("teachers")
     @classmethod

@@ -101,6 +101,18 @@ Remedy: remove it, or choose chunk.
         )
 
 
+def set_in(section: Section, path: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting of a section that is not at its default; `path` names the section.
+
+    >>> from slime_tandem.config import ClusterConfig
+    >>> list(set_in(ClusterConfig(nodes=2), "cluster"))
+    [('cluster.nodes', 2)]
+    """
+    for name, info in type(section).model_fields.items():
+        if (value := getattr(section, name)) != info.get_default(call_default_factory=True):
+            yield f"{path}.{name}", value
+
+
 def _as_yaml(default: object) -> object:
     if default is None:
         return "null"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,9 @@ from slime_tandem.config.section import Named, Section
 from slime_tandem.config.serving import ServingConfig
 from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
 from slime_tandem.extensions import is_own
+
+AnswerKind = Literal["number", "math", "text", "choice"]
+"""What a task's labels are; docs/extending.md says when an answer is one."""
 
 
 class TaskSpec(Section):
@@ -29,6 +32,11 @@ class TaskSpec(Section):
         None,
         description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
         "module:attribute (prompts then need no label); null: the family's own scorer",
+    )
+    answer: AnswerKind | None = Field(
+        None,
+        description="what the labels are, where the reward is label: number (compared by value), math (by math-verify), text, "
+        "choice (a letter); null: each label is what it looks like (docs/extending.md)",
     )
     environment: Annotated[str, Named(("calculator",))] | None = Field(
         None,
@@ -49,10 +57,36 @@ class TaskSpec(Section):
             raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
         return self
 
+    @model_validator(mode="after")
+    def _answer_goes_with_labels(self) -> TaskSpec:
+        if self.answer is not None and not self.by_label:
+            raise ValueError("`answer` says what labels are, and this task's reward reads none; leave it out")
+        return self
+
+    @property
+    def by_label(self) -> bool:
+        """Whether an answer is compared with the prompt's label by the built-in reward."""
+        return self.reward == "label" or (self.reward is None and self.family == "jsonl")
+
     @property
     def tags_its_prompts(self) -> bool:
         """Whether `Prompt.task` is the prompts' own affair, and not the family's name."""
         return self.family == "jsonl" or is_own(self.family)
+
+
+class RewardConfig(Section):
+    """The processes that score answers: what one answer may take. Whatever takes more scores 0 and is counted."""
+
+    timeout_s: float = Field(
+        5.0,
+        gt=0.0,
+        le=3600.0,
+        description="seconds of computing that scoring one answer may take; of waiting, too, for code of your own",
+    )
+    memory_mib: int = Field(
+        2048, ge=512, description="address space of a scoring process, in MiB; code of your own has no limit"
+    )
+    processes: int = Field(2, ge=1, le=256, description="most scoring processes; code of your own has one of its own")
 
 
 class TrainConfig(Section):
@@ -62,6 +96,9 @@ class TrainConfig(Section):
     prompts_per_step: int = Field(32, ge=1, description="groups per rollout")
     samples_per_prompt: int = Field(8, ge=1, description="group size K")
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
+    epochs_per_step: int = Field(
+        1, ge=1, le=4, description="passes over each rollout, with its old and reference log-probs (local runs alone)"
+    )
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
     save_every: int = Field(10, ge=1, description="steps between checkpoints")
     threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
@@ -76,6 +113,11 @@ class EvalConfig(Section):
     tandem: bool = Field(
         False,
         description="co-written responses also where the senior trains alone (tandem.enabled=false): starts the junior",
+    )
+    whole_files: bool = Field(
+        False,
+        description="`slime-tandem eval`: every prompt of the prompt files, as of evaluation sets, never trained on; "
+        "false: `prompts` of the held-out tenth",
     )
     chains: int = Field(8, ge=1, description="`slime-tandem eval`: responses per prompt, alone and with handoffs each")
     temperature: float = Field(0.7, ge=0.0, description="`slime-tandem eval`: sampling of these; 0 is greedy")
@@ -113,6 +155,7 @@ class Sections(Section):
         min_length=1,
         description="training and evaluation tasks",
     )
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     tandem: TandemConfig = Field(default_factory=TandemConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     opd: OpdConfig = Field(default_factory=OpdConfig)

@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 from slime_tandem.config import Compatibility, MissingMass, Normalisation
 from slime_tandem.distill.teachability import TopLists
 from slime_tandem.errors import DataError
-from slime_tandem.files import whole_file
+from slime_tandem.files import parse_json, whole_file
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray
 
@@ -247,13 +247,13 @@ class Bank:
     def _checked_metadata(self) -> Metadata:
         raw = (self._file.schema_arrow.metadata or {}).get(_META)
         try:
-            meta = json.loads(raw or b"null")
+            meta = parse_json(raw or b"null")
         except ValueError:
             meta = None
         if not isinstance(meta, dict) or meta.get("format") != self.kind.name:
             found = meta.get("format") if isinstance(meta, dict) else None
             expected = f"a file of kind {self.kind.name}, written by this project's tools"
-            raise DataError(str(self.path), found, expected, "name the right file")
+            raise DataError(f"{self.path}, format", found, expected, "name the right file")
         if meta.get("version") != VERSION:
             remedy = "write it again with this version, or read it with the version that wrote it"
             raise DataError(f"{self.path}, version", meta.get("version"), f"version {VERSION}", remedy)

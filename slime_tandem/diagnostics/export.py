@@ -101,7 +101,7 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
         expected = "teachers with a model: a bank holds lists of likely tokens"
         raise ConfigError("opd.teachers", [spec.name for spec in config.opd.teachers], expected, "give it one")
     config = _for_bank(config)
-    tasks = None if plan.responses else TaskSet(config.tasks, config.seed)
+    tasks = None if plan.responses else TaskSet(config.tasks, config.seed, config.reward)
     with Team(Roster(config), config.run_dir / "logs") as team:
         [teacher] = team.panel.teachers
         rule = _rule(team, teacher, plan)
@@ -229,13 +229,13 @@ async def _score_all(
 
 
 def _one(teacher: Teacher, name: str, sample: TandemSample, scores: AlignedScores) -> _Scored:
-    text = teacher.aligner.write(sample.response_ids, teacher.encode)
+    prompt, text = teacher.conversation(sample)
     assert scores.lists is not None
     at = np.flatnonzero(scores.mask & scores.lists.shared)
     return _Scored(
         sample,
         name,
-        teacher.render(sample.prompt.messages),
+        list(prompt),
         text.ids,
         teacher.aligner.align(text).teacher_index,
         at,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slime_tandem.errors import printable
 from slime_tandem.files import whole_file
 from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
 from slime_tandem.report.statistics import Estimate
@@ -73,7 +74,7 @@ class Report:
         """The rows with a header; empty cells where there is no value."""
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([_COLUMNS, *map(_cells, self.rows)])
+        writer.writerows([_COLUMNS, *([_in_csv(cell) for cell in _cells(row)] for row in self.rows)])
         return text.getvalue()
 
     def to_svg(self) -> str:
@@ -89,13 +90,16 @@ class Report:
     def table(self) -> Table:
         """For the terminal."""
         out = Table(
-            title=self.title, title_justify="left", caption="\n".join(self.notes) or None, caption_justify="left"
+            title=Text(printable(self.title)),
+            title_justify="left",
+            caption=Text(printable("\n".join(self.notes))) if self.notes else None,
+            caption_justify="left",
         )
         out.add_column("", overflow="fold")
         for name in ("value", "95% interval", "unit", "n"):
             out.add_column(name, justify="left" if name == "unit" else "right", overflow="fold")
         for section in (s for s in self.sections if s not in self.details):
-            out.add_row(Text(section, style="bold"))
+            out.add_row(Text(printable(section), style="bold"))
             for r in (r for r in self.rows if r.section == section):
                 e = r.estimate
                 ends = (
@@ -104,7 +108,11 @@ class Report:
                     else e.reason or ""
                 )
                 out.add_row(
-                    Text(f"  {r.name}"), _short(e.value), Text(ends), Text(r.unit), "" if r.n is None else str(r.n)
+                    Text(printable(f"  {r.name}")),
+                    _short(e.value),
+                    Text(printable(ends)),
+                    Text(printable(r.unit)),
+                    "" if r.n is None else str(r.n),
                 )
             out.add_section()
         return out
@@ -112,6 +120,18 @@ class Report:
 
 def _short(value: float | None) -> str:
     return DASH if value is None else f"{value:.4g}"
+
+
+def _in_csv(cell: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets a `'` in front (OWASP, CSV injection).
+
+    >>> [_in_csv(cell) for cell in ("=1+1", "@x", "-0.5", -0.5, "a-b", None)]
+    ["'=1+1", "'@x", "'-0.5", -0.5, 'a-b', None]
+    """
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)  # a carriage return, which csv does not quote, would begin a row
+    return f"'{text}" if text.lstrip(" ")[:1] in tuple("=+-@\t\n") else text
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

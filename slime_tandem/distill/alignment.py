@@ -7,8 +7,8 @@ counted by reason:
   boundary      the two tokenizers cut the text at other places here
   invalid_utf8  bytes that are no UTF-8 (a lone fragment, a response cut in mid-character): no tokenizer of text can have them;
                 the teacher reads U+FFFD in their place and later tokens still pair up
-  normalised    characters that the teacher's tokenizer rewrites (NFC) or has no token for
-  unproven      the teacher's ids do not spell what they should, so places are unknown here
+  normalised    characters that the teacher's tokenizer rewrites (NFC, U+2581, a space in front) or has no token for
+  unproven      the teacher's ids do not spell what they should here, so places are unknown
   thinking      thinking that is kept from this teacher
   inserted      text between turns that nobody sampled
 
@@ -24,10 +24,14 @@ It knows no engine, no template and no log-prob but those that it is given: `tea
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +39,16 @@ import numpy.typing as npt
 from slime_tandem.config import AlignmentPolicy, Thinking
 from slime_tandem.distill.special_tokens import SpecialMap, map_special_tokens
 from slime_tandem.errors import DataError
-from slime_tandem.tokens.reading import INVALID_UTF8, NORMALISED, ReadText, read_text, readable_text
+from slime_tandem.tokens.reading import (
+    INVALID_UTF8,
+    NORMALISED,
+    Edits,
+    ReadText,
+    joint_edits,
+    lead_with,
+    read_text,
+    readable_text,
+)
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import AlignedScores, BoolArray, FloatArray, IntArray
 
@@ -44,7 +57,9 @@ __all__ = ["Aligner", "Alignment", "AlignmentPolicy", "Bridge", "TeacherText", "
 UNALIGNED_REASONS = ("special", "boundary", "invalid_utf8", "normalised", "unproven", "thinking", "inserted")
 _SPECIAL, _BOUNDARY, _INVALID, _NORMALISED, _UNPROVEN, _THINKING, _INSERTED = range(len(UNALIGNED_REASONS))
 _PAIRED = -1
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
+_FAR = np.iinfo(np.int64).max
 Symbols = npt.NDArray[np.uint16]
 Encode = Callable[[str], Sequence[int] | IntArray]
 
@@ -68,8 +83,8 @@ class TeacherText:
     `ids` [Rt] to send; `symbols_of` [Rt] the same for the alignment, where a special token that stands for the student's has a
     number of its own. The student's ids, where their symbols lie, how many, and the sums of that: `student_ids`, `places`,
     `lengths`, `ends` [R]. What the teacher should spell: `spelt`, with any byte in the place of a special symbol; `special`:
-    which ids are these, `special_at`: where in it. Where the student's symbols went in it (`offsets`, None: stayed), which
-    changed (`changed`), and why a student token without symbols has none (`silent` [R], else -1).
+    which ids are these, `special_at`: where in it. What of the student's symbols was rewritten on the way (`edits`, None:
+    nothing), and why a student token without symbols has none (`silent` [R], else -1).
     """
 
     ids: tuple[int, ...]
@@ -81,9 +96,16 @@ class TeacherText:
     spelt: bytes
     special: IntArray
     special_at: IntArray
-    offsets: IntArray | None
-    changed: IntArray | None
+    edits: Edits | None
     silent: npt.NDArray[np.int8]
+    _prove: Callable[[], IntArray]
+
+    @cached_property
+    def zones(self) -> IntArray:
+        """[Z, 3] (start, stop, shift): stretches of `spelt` that the teacher's ids spell, that much further on. Nothing
+        outside is certain.
+        """
+        return self._prove()
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,9 +282,12 @@ class _Streams:
 class Aligner:
     """Puts responses of one student into the ids of one teacher, and aligns them.
 
-    `end_of_turn` is the teacher's id that closes a turn. `special` shows what becomes of each special token. `same_vocabulary`:
-    the two share every id, so that the student's ids are sent as they are (not with `reuse_ids=False`). Make one per pair
-    of vocabularies and keep it: it holds their tables (a few megabytes).
+    `end_of_turn` is the teacher's id that closes a turn, -1: none does alone; `turn_ends` are all that may (before another
+    role's turn). `special` shows what becomes of each special token. `same_vocabulary`: the two share every id, so that the
+    student's ids are sent as they are (not with `reuse_ids=False`). `lead`: the text that the teacher's template and tokenizer
+    put between the opening of an assistant turn and its content, `own_lead` the student's (`tokens.reading.lead_of`; a space,
+    for many a SentencePiece model): where a turn begins and `write` is told no other, the teacher reads its own instead of the
+    student's. Make one per pair of vocabularies and keep it: it holds their tables (a few megabytes).
 
     >>> s = TokenBytes((b"a", b"b", b"ab", None), frozenset({3}), frozenset({3}))
     >>> t = TokenBytes((None, b"b", b"a", b"bb"), frozenset({0}), frozenset({0}))
@@ -285,10 +310,15 @@ class Aligner:
         end_of_turn: int,
         thinking: Thinking = "keep",
         reuse_ids: bool = True,
+        turn_ends: frozenset[int] = frozenset(),
+        lead: str = "",
+        own_lead: str = "",
     ) -> None:
+        self.lead, self.own_lead = lead, own_lead
         self.student, self.teacher, self.thinking, self.end_of_turn = student, teacher, thinking, end_of_turn
         self.special: SpecialMap = map_special_tokens(student, teacher, end_of_turn, thinking)
-        targets = sorted(set(self.special.ids.values()))
+        self.turn_ends = turn_ends | ({end_of_turn} if end_of_turn >= 0 else set())
+        targets = sorted({*self.special.ids.values(), *self.turn_ends})
         self._targets = targets
         code_of = {target: k for k, target in enumerate(targets)}
         codes = {i: code_of[target] for i, target in self.special.ids.items()}
@@ -310,15 +340,25 @@ class Aligner:
         *,
         bridges: Sequence[Bridge] = (),
         inserted: Sequence[tuple[int, int]] = (),
+        thinking: Sequence[tuple[int, int]] | None = None,
+        stands: Mapping[int, int] = _NOTHING,
+        leads: Mapping[int, tuple[int, str]] = _NOTHING,
     ) -> TeacherText:
         """The response in the teacher's ids: `encode` plain text (no special tokens), special tokens by the map.
 
         `bridges`, in order, stand between turns; `inserted` spans `[start, stop)` were not sampled and never pair.
+        `thinking`: spans that the teacher does not read (None: with `thinking="drop"` those between sampled markers). `stands`:
+        the teacher id, one of `turn_ends`, in the place of the student's token at a position. `leads`: at a position where text
+        begins, so many bytes of it that the teacher does not read, and what it reads in their place.
         """
         s = self._from.clip(student_ids)
         places, length = self._from.places(s)
-        silent, length = self._silence(s, length, bridges, inserted)
+        silent, length = self._silence(s, length, bridges, inserted, thinking)
+        for at, target in stands.items():
+            places[at] = self._from.special_start + 8 * self._targets.index(target)
+            length[at], silent[at] = 1, _PAIRED
         ends = np.cumsum(length)
+        lead_at = {int(ends[at - 1]) if at else 0: lead for at, lead in leads.items()}
         stream = self._from.read(places, length)
         cuts = self._interruptions(places, length, ends, bridges)
 
@@ -327,8 +367,9 @@ class Aligner:
         spelt: list[bytes] = []
         special_ids: list[int] = []
         special_at: list[int] = []
-        reads: list[tuple[int, int, ReadText]] = []
+        parts: list[_Piece | None] = []
         at = out = 0
+        before: Literal["opening", "special", "bridge"] = "opening"
         for start, stop, what in [*cuts, (len(stream), len(stream), ())]:
             if start > at:
                 data = stream[at:start]
@@ -338,17 +379,18 @@ class Aligner:
                     piece = own[length[first : last + 1] > 0].tolist()
                     read = ReadText("", data)
                 else:
-                    read = read_text(data, self.teacher)
+                    read = self._read(data, lead_at.get(at), turn=before != "special")
                     encoded = encode(read.text)
                     piece = encoded.tolist() if isinstance(encoded, np.ndarray) else encoded
                 marks.append(self._to.clip(piece))
+                parts.append(_Piece(at, read, piece))
                 ids += piece
-                reads.append((at, out, read))
                 spelt.append(read.spelt)
                 out += len(read.spelt)
             if isinstance(what, int):
                 special_ids.append(len(ids))
                 special_at.append(out)
+                parts.append(None)
                 ids.append(self._targets[what])
                 marks.append(np.array([self._to.unknown + 1 + what]))
                 spelt.append(stream[start:stop])
@@ -356,6 +398,7 @@ class Aligner:
             else:
                 ids += what
                 marks.append(np.full(len(what), self._to.unknown))
+            before = "special" if isinstance(what, int) else "bridge"
             at = stop
         return TeacherText(
             tuple(ids),
@@ -367,18 +410,66 @@ class Aligner:
             b"".join(spelt),
             np.array(special_ids, dtype=np.int64),
             np.array(special_at, dtype=np.int64),
-            *_joint_map(reads, len(stream)),
+            joint_edits([(part.at, part.read.edits) for part in parts if part is not None]),
             silent,
+            lambda: self._zones(parts, encode),
         )
 
+    def _read(self, data: bytes, told: tuple[int, str] | None, *, turn: bool) -> ReadText:
+        """A piece of text for the teacher, with what stands in front of one where a turn begins, or behind a special token."""
+        if told is not None:
+            drop, lead = told
+            return lead_with(read_text(data[drop:], self.teacher), lead, drop)
+        if turn:
+            own = len(self.own_lead.encode()) if data.startswith(self.own_lead.encode()) else 0
+            if self.lead == (self.own_lead if own else ""):
+                return read_text(data, self.teacher)
+            return lead_with(read_text(data[own:], self.teacher), self.lead, own)
+        read = read_text(data, self.teacher)
+        there = self.teacher.dummy_prefix == "missing" and read.spelt.startswith(b" ")
+        return read if there or self.teacher.dummy_prefix == "no" else lead_with(read, " ")
+
+    def _zones(self, parts: Sequence[_Piece | None], encode: Encode) -> IntArray:
+        """`TeacherText.zones` from its pieces of text; None for a special symbol, which is what was written."""
+        rows: list[tuple[int, int, int]] = []
+        at = out = 0  # in what should be spelt, and in what is
+        for part in parts:
+            if part is None:
+                rows.append((at, at + 1, out - at))
+                at, out = at + 1, out + 1
+                continue
+            for spelt, ids in _cut_alike(part.read, part.ids, encode, self.teacher):
+                pieces = [self.teacher.of(i) or b"" for i in ids]
+                spells = b"".join(pieces)
+                head, tail = _shared_ends(spelt, spells, pieces)
+                m, n = len(spelt), len(spells)
+                rows += [(at, at + head, out - at), (at + m - tail, at + m, out + n - at - m)]
+                at, out = at + m, out + n
+        joined: list[tuple[int, int, int]] = []
+        for start, stop, shift in rows:
+            if joined and joined[-1][1:] == (start, shift):
+                start = joined.pop()[0]
+            joined.append((start, stop, shift))
+        return np.array(joined, dtype=np.int64).reshape(-1, 3)
+
     def _silence(
-        self, s: IntArray, length: IntArray, bridges: Sequence[Bridge], inserted: Sequence[tuple[int, int]]
+        self,
+        s: IntArray,
+        length: IntArray,
+        bridges: Sequence[Bridge],
+        inserted: Sequence[tuple[int, int]],
+        thinking: Sequence[tuple[int, int]] | None,
     ) -> tuple[npt.NDArray[np.int8], IntArray]:
         """(why each token never pairs, `_PAIRED` where it may; symbols that each writes: none where the teacher reads none)."""
         silent = np.full(len(s), _PAIRED, dtype=np.int8)
-        self._hide_thinking(s, silent)
+        sampled = np.ones(len(s), dtype=np.bool_)
         for start, stop in inserted:
-            silent[start:stop] = _INSERTED
+            sampled[start:stop] = False
+        if thinking is None:
+            self._hide_thinking(np.where(sampled, s, -1), silent)
+        for start, stop in thinking or ():
+            silent[start:stop] = _THINKING
+        silent[~sampled] = _INSERTED
         if self.thinking == "drop" or bridges:
             hidden = silent == _THINKING
             for bridge in bridges:
@@ -422,11 +513,21 @@ class Aligner:
         t_start, t_length = self._to.places(text.symbols_of)
         t_end = np.cumsum(t_length)
         alike = t_end[-1:].sum() == len(text.spelt) and np.array_equal(t_end[text.special] - 1, text.special_at)
-        if alike and text.offsets is None:
-            partner, paired = _same_places(text, t_length, t_end)
+        if alike:
+            masked, ends = text.silent, text.ends
+            if text.edits is not None:
+                touched, ends = _rewritten(text)
+                masked = np.where(masked < 0, touched, masked)
+            partner, paired = _same_places(text, masked, ends, t_length, t_end)
             if self._same_bytes(text, t_start, t_length, partner, paired):
-                pairs, class_of = np.where(paired, partner, -1), self.student.text_classes
-                return Alignment(pairs, text, text.silent, lambda: _spans(text, t_length, t_end), class_of)
+
+                def spans() -> tuple[IntArray, IntArray]:
+                    if text.edits is None:
+                        return _spans(text, t_length, t_end)
+                    general = self.align_general(text)
+                    return general.span, general.teacher_span
+
+                return Alignment(np.where(paired, partner, -1), text, masked, spans, self.student.text_classes)
         return self.align_general(text)
 
     def _same_bytes(
@@ -437,7 +538,7 @@ class Aligner:
         Such pairs are compared by words, which puts nothing together; only what lies between them is read.
         """
         ours = np.flatnonzero(~paired)
-        if 2 * len(ours) > len(paired):
+        if 2 * len(ours) > len(paired) or text.edits is not None:
             return self._to.read(t_start, t_length) == text.spelt
         one, two = text.places >> 3, t_start[partner] >> 3
         equal = self._from.words(one) == self._to.words(two)
@@ -475,28 +576,95 @@ def _symbols(data: bytes, special_at: IntArray, numbers: IntArray) -> Symbols:
     return out
 
 
-def _joint_map(reads: Sequence[tuple[int, int, ReadText]], n: int) -> tuple[IntArray | None, IntArray | None]:
-    """The maps of all pieces of text as one over the whole stream; None where nothing changed anywhere."""
-    if all(read.offsets is None for _, _, read in reads):
-        return None, None
-    width = np.ones(n, dtype=np.int64)
-    offsets = np.zeros(n + 1, dtype=np.int64)
-    changed = np.zeros(n, dtype=np.int64)
-    for start, _, read in reads:
-        if read.offsets is not None and read.changed is not None:
-            m = len(read.changed)
-            width[start : start + m] = 0
-            width[start + m - 1] = len(read.spelt)
-            changed[start : start + m] = read.changed
-    offsets[1:] = np.cumsum(width)
-    for start, out, read in reads:
-        if read.offsets is not None:
-            inner = read.offsets
-            offsets[start : start + len(inner)] = np.where(inner >= 0, inner + out, -1)
-    return offsets, changed
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Text between two special symbols: where it begins in the student's stream, how it was read, the teacher's ids."""
+
+    at: int
+    read: ReadText
+    ids: Sequence[int]
 
 
-def _same_places(text: TeacherText, t_length: IntArray, t_end: IntArray) -> tuple[IntArray, BoolArray]:
+_EFFORT = 24
+
+
+def _cut_alike(
+    read: ReadText, ids: Sequence[int], encode: Encode, reader: TokenBytes
+) -> Iterator[tuple[bytes, Sequence[int]]]:
+    """(what should be spelt, ids) of stretches that add up to the whole: as short as they get where these two differ.
+
+    A place to cut at is one where `encode` gives for the two sides the ids of the whole: what stands for each side is then
+    certain, whatever the tokenizer did to it. A bounded number of places is tried, about `_EFFORT` times the text in all.
+    """
+    effort = _EFFORT * (len(read.text) + 64)
+    stack = [(read.text, read.spelt, list(ids))]
+    while stack:
+        text, spelt, whole = stack.pop()
+        found = False
+        for at in () if reader.join(whole) == spelt or effort < 0 else _middles(text):
+            effort -= len(text) + 64
+            left = list(encode(text[:at]))
+            if left != whole[: len(left)] or list(encode(text[at:])) != whole[len(left) :]:
+                continue
+            one, other = (read_text(part.encode(), reader).spelt for part in (text[:at], text[at:]))
+            if found := one + other == spelt:
+                stack += [(text[at:], other, whole[len(left) :]), (text[:at], one, left)]
+                break
+        if not found:
+            yield spelt, whole
+
+
+_WORD = re.compile(r"(?<=\S)\s")
+
+
+def _middles(text: str) -> list[int]:
+    """Places near the middle of a text where a tokenizer is likely to cut it: before words, else anywhere."""
+    middle = len(text) // 2
+    words = [m.start() for m in _WORD.finditer(text)]
+    k = bisect_left(words, middle)
+    near = sorted(words[max(k - 3, 0) : k + 3], key=lambda at: abs(at - middle))
+    any_place = [middle, middle + 1, middle - 1, middle + 2, middle - 2]
+    return [*near, *(at for at in any_place if 0 < at < len(text) and at not in near)]
+
+
+def _shared_ends(spelt: bytes, spells: bytes, pieces: Sequence[bytes]) -> tuple[int, int]:
+    """How many bytes the two are known to share at their beginning and at their end; `pieces` of `spells`, by ids.
+
+    An id without bytes (the tokenizer read text as its special token) hides an unknown stretch, so nothing counts behind the
+    first and before the last of them, unless all bytes are there. Where the two ends could overlap, the place of a byte is not
+    certain, and neither counts.
+    """
+    m, n = len(spelt), len(spells)
+    if spelt == spells:
+        return m, 0
+    short = min(m, n)
+    a, b = np.frombuffer(spelt, dtype=np.uint8), np.frombuffer(spells, dtype=np.uint8)
+    differs = np.flatnonzero(a[:short] != b[:short])
+    head = int(differs[0]) if len(differs) else short
+    differs = np.flatnonzero(a[m - short :][::-1] != b[n - short :][::-1])
+    tail = int(differs[0]) if len(differs) else short
+    blind = [k for k, piece in enumerate(pieces) if not piece]
+    if blind:
+        head = min(head, sum(map(len, pieces[: blind[0]])))
+        tail = min(tail, sum(map(len, pieces[blind[-1] :])))
+    if head + tail > short:
+        head, tail = max(short - tail, 0), max(short - head, 0)
+    return head, tail
+
+
+def _rewritten(text: TeacherText) -> tuple[npt.NDArray[np.int8], IntArray]:
+    """(how each token [R] was changed on the way, else `_PAIRED`; its end [R] in what should be spelt, -1: inside a change)."""
+    touched = np.full(len(text.ends), _PAIRED, dtype=np.int8)
+    if text.edits is None:
+        return touched, text.ends
+    for kind, reason in ((NORMALISED, _NORMALISED), (INVALID_UTF8, _INVALID)):
+        touched[text.edits.touched(text.ends - text.lengths, text.ends, kind)] = reason
+    return touched, text.edits.moved(text.ends)
+
+
+def _same_places(
+    text: TeacherText, masked: npt.NDArray[np.int8], ends: IntArray, t_length: IntArray, t_end: IntArray
+) -> tuple[IntArray, BoolArray]:
     """(partner [R], paired [R]): the teacher token that begins and ends where a sampled student token does, if there is one.
 
     For streams of one length. Each place ends at most one token that has symbols.
@@ -506,11 +674,11 @@ def _same_places(text: TeacherText, t_length: IntArray, t_end: IntArray) -> tupl
         j = np.flatnonzero(t_length)
     ending = np.zeros(len(text.spelt) + 1, dtype=np.int64)
     ending[t_end[j]] = j
-    partner = ending.take(text.ends)
+    partner = ending.take(ends)  # -1 belongs to a token that cannot pair
     if not len(j):
         return partner, np.zeros(len(partner), dtype=np.bool_)
-    paired = (t_end.take(partner) == text.ends) & (t_length.take(partner) == text.lengths)
-    paired &= text.silent < 0  # also what has no symbols
+    paired = (t_end.take(partner) == ends) & (t_length.take(partner) == text.lengths)
+    paired &= masked < 0  # also what has no symbols
     return partner, paired
 
 
@@ -548,19 +716,10 @@ def _align(
 ) -> Alignment:
     """Cut both streams at their common places. `spelt` is what the teacher should spell, `spells` what it does."""
     R, n = len(text.lengths), len(spells)
-    s_length, s_end, offsets, changed = text.lengths, text.ends, text.offsets, text.changed
+    s_length, (touched, end) = text.lengths, _rewritten(text)
     s_seen, t_seen = s_length > 0, t_length > 0
-    touched = np.full(R, _PAIRED, dtype=np.int8)
-    end = s_end
-    if changed is not None and offsets is not None:
-        kinds = (_PAIRED, _INVALID, _NORMALISED)
-        assert (INVALID_UTF8, NORMALISED) == (1, 2)
-        for kind in (NORMALISED, INVALID_UTF8):
-            hits = np.concatenate(([0], np.cumsum(changed == kind)))
-            touched[hits[s_end] > hits[s_end - s_length]] = kinds[kind]
-        end = offsets[s_end]
     if not np.array_equal(spelt, spells):
-        end, unproven = _proven(end, s_length, spelt, spells, t_end, t_seen)
+        end, unproven = _proven(end, s_length, text.zones)
         touched[unproven & s_seen & (touched < 0)] = _UNPROVEN
     # A touched token has no span; what shares one with it is found out by the widths below, unless it was dropped whole.
     s_in, t_in = s_seen & (touched < 0), t_seen
@@ -570,6 +729,7 @@ def _align(
     t_cut[t_end[t_in]] = True
     s_cut = np.zeros(n + 1, dtype=np.bool_)
     s_cut[end[s_seen & (end >= 0)]] = True
+    s_cut[(end - s_length)[s_in]] = True  # behind what was put in, no token ends
     rank: IntArray = np.cumsum(s_cut & t_cut, dtype=np.int64)
     spans = int(rank[-1]) + 1
     s_span: IntArray = rank[end[s_in] - 1]
@@ -586,37 +746,15 @@ def _align(
     partner[teacher_span + 1] = np.arange(len(teacher_span))
     partner[(s_count != 1) | (t_count != 1)] = -1
     partner[0] = -1
-    masked = np.where(text.silent >= 0, text.silent, touched)
+    masked = np.where(text.silent < 0, touched, text.silent)
     return Alignment(partner[span + 1], text, masked, lambda: both, class_of)
 
 
-def _proven(
-    end: IntArray,
-    s_length: IntArray,
-    spelt: Symbols,
-    t_stream: Symbols,
-    t_end: IntArray,
-    t_seen: BoolArray,
-) -> tuple[IntArray, BoolArray]:
-    """(ends in the teacher's stream, unproven [R]) where the teacher spells something else than it should.
-
-    What both streams share at their beginning is proven, and what they share at their end; an id without bytes (the tokenizer
-    read text as its special token) hides an unknown stretch, so nothing counts behind the first and before the last of them.
-    Where the two could overlap, the place of a byte is not certain, and neither counts.
+def _proven(end: IntArray, length: IntArray, zones: IntArray) -> tuple[IntArray, BoolArray]:
+    """(ends in the teacher's stream, -1 where not known; unproven [R]) of tokens, where the teacher spells something else than
+    it should. A token is proven if it lies in one zone as a whole (`TeacherText.zones`).
     """
-    m, n = len(spelt), len(t_stream)
-    short = min(m, n)
-    differs = np.flatnonzero(spelt[:short] != t_stream[:short])
-    head = int(differs[0]) if len(differs) else short
-    differs = np.flatnonzero(spelt[m - short :][::-1] != t_stream[n - short :][::-1])
-    tail = int(differs[0]) if len(differs) else short
-    blind = np.flatnonzero(~t_seen)
-    if len(blind):
-        head = min(head, int(t_end[blind[0]]))
-        tail = min(tail, n - int(t_end[blind[-1]]))
-    if head + tail > short:
-        head, tail = max(short - tail, 0), max(short - head, 0)
-    in_head, in_tail = (end >= 0) & (end <= head), (end >= 0) & (end >= m - tail)
-    mapped = np.where(in_head, end, np.where(in_tail, end - m + n, -1))
-    # A token is proven if it lies in one of the two as a whole: in the tail, from m - tail on.
-    return mapped, ~(in_head | (in_tail & (end - s_length >= m - tail)))
+    start, stop, shift = np.concatenate((zones, [[_FAR, _FAR, 0]])).T
+    zone = np.searchsorted(stop, end, side="left")
+    known = (end >= 0) & (start[zone] <= end)
+    return np.where(known, end + shift[zone], -1), ~known | (end - length < start[zone])

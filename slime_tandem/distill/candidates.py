@@ -17,7 +17,13 @@ import numpy as np
 
 from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner, Alignment
-from slime_tandem.errors import TeacherScoreError
+from slime_tandem.errors import (
+    EngineError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    TeacherScoreError,
+    WeightVersionError,
+)
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
@@ -121,6 +127,22 @@ def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> d
     return out
 
 
+async def ask_each(engine: Engine, requests: Sequence[GenerateRequest]) -> list[GenerateResult | TeacherScoreError]:
+    """The answer to each request, in order. Where an answer is unusable (NaN, short, no JSON), the client fails a whole batch:
+    each request is then asked alone, and the error stands in the place of its own.
+
+    Raises what is nobody's own: EngineUnavailableError, EngineRejectedError, WeightVersionError.
+    """
+    try:
+        return list(await engine.generate(requests))
+    except (EngineUnavailableError, EngineRejectedError, WeightVersionError):
+        raise
+    except EngineError as error:
+        if len(requests) == 1:
+            return [TeacherScoreError(error.field, error.value, error.expected, error.remedy)]
+    return [answer for request in requests for answer in await ask_each(engine, [request])]
+
+
 @dataclass(frozen=True)
 class ExactQuery:
     """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`."""
@@ -132,9 +154,9 @@ class ExactQuery:
 
 
 async def exact_log_probs(
-    engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128
+    engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128, temperature: float = 1.0
 ) -> list[list[dict[int, float]] | TeacherScoreError]:
-    """Log-probs (nats, temperature 1) of the wanted ids at every position [R] of each query, exact.
+    """Log-probs (nats, at `temperature`) of the wanted ids at every position [R] of each query, exact.
 
     A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. A
     query whose answer lacks a value is a TeacherScoreError in its place.
@@ -152,16 +174,19 @@ async def exact_log_probs(
                     max_new_tokens=0,
                     logprob_start_len=len(query.prompt) + start - 1,
                     token_ids_logprob=tuple(sorted(ids)),
+                    input_temperature=temperature,
                 )
             )
             spans.append((q, start, stop))
     out: list[list[dict[int, float]] | TeacherScoreError] = [[{} for _ in q.response] for q in queries]
-    results: list[GenerateResult] = []
+    results: list[GenerateResult | TeacherScoreError] = []
     for at in range(0, len(requests), max_batch):
-        results += await engine.generate(requests[at : at + max_batch])
+        results += await ask_each(engine, requests[at : at + max_batch])
     for (q, start, stop), result in zip(spans, results, strict=True):
         mine = out[q]
         try:
+            if isinstance(result, TeacherScoreError):
+                raise result
             if not isinstance(mine, TeacherScoreError):
                 mine[start:stop] = _answers(result, queries[q].wanted[start:stop], start, role)
         except TeacherScoreError as error:

@@ -8,13 +8,14 @@ loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slime_tandem.config import SelectionConfig
+from slime_tandem.distill.published import PublishedScores, published_choice, published_scores
 from slime_tandem.distill.selection import COMPARED, SELECTION_METRICS, TokenKeys, overlap, select, selection_metrics
-from slime_tandem.distill.teachability import raw_scores, token_scores
+from slime_tandem.distill.teachability import TokenScores, raw_scores, token_scores
 from slime_tandem.errors import DataError
 from slime_tandem.types import BoolArray, SampleKey, TopLists
 
@@ -26,10 +27,14 @@ OPD_MASK_METRICS = (
 
 @dataclass(frozen=True)
 class OpdMask:
-    """`masks`: per response [R], True where the signal counts; `metrics`: `selection/...`, names in `OPD_MASK_METRICS`."""
+    """`masks`: per response [R], True where the signal counts; `metrics`: `selection/...`, names in `OPD_MASK_METRICS`.
+
+    `published`: the scores of all tokens, one below the other, where the published rules chose.
+    """
 
     masks: list[BoolArray]
     metrics: dict[str, float | None]
+    published: PublishedScores | None = None
 
 
 def opd_mask(
@@ -37,18 +42,16 @@ def opd_mask(
     usable: Sequence[BoolArray],
     lists: Sequence[TopLists | None],
     settings: SelectionConfig,
+    banks_before: int = 0,
 ) -> OpdMask:
     """Choose the tokens of one rollout: `usable` [R] per response may carry the signal, `lists` [R, K] say what they teach.
 
     A usable token whose lists share no entry with a counterpart on both sides cannot be scored: it is masked and counted
-    (`selection/masked_tokens`). Without usable tokens everything is masked. Raises DataError where lists are missing for a
+    (`selection/masked_tokens`). Without usable tokens everything is masked. `banks_before`: how many rollouts have written
+    a bank of their tokens, with which the published rules' draws advance. Raises DataError where lists are missing for a
     selector that needs them, and for responses of several rollouts.
     """
-    lengths = [len(u) for u in usable]
-    tokens = TokenKeys(
-        np.repeat(np.array([k.sample_index for k in keys], dtype=np.int64), lengths),
-        np.concatenate([np.arange(n) for n in (*lengths, 0)]),
-    )
+    lengths, tokens = [len(u) for u in usable], token_keys(keys, usable)
     able = np.concatenate([*usable, np.zeros(0, dtype=np.bool_)])
     out: dict[str, float | None] = dict.fromkeys(OPD_MASK_METRICS)
     if settings.mask == "full":
@@ -57,21 +60,20 @@ def opd_mask(
         raise DataError("opd_mask", "several rollouts", "the responses of one", "choose per rollout")
     if not able.any():
         return _result(lengths, able, out | _counts(able, 0))
-    scored = _joined(lists, usable, settings)
+    scored = joined_lists(lists, usable, settings)
     # A list can lose all of its entries to the other vocabulary.
     known = scored.shared
     valid = able & known
-    raw = raw_scores(scored, settings.missing_mass, settings.compatibility, tokens.sequence, settings.prefix_alpha)
-    reference = settings.rules == "reference"
-    scores = token_scores(
-        raw, valid, settings.normalisation, reverse=settings.divergence == "reverse", reference=reference
-    )
+    published = published_scores(scored, tokens, settings) if settings.rules == "reference" else None
+    scores = _own_scores(scored, valid, tokens, settings) if published is None else published.as_token_scores(valid)
 
     def choose(selector: str) -> BoolArray:
+        if published is not None:
+            return published_choice(published, valid, tokens, selector, settings, banks_before)
         return select(
             scores, tokens, selector, settings.ratio,
             seed=keys[0].seed, rollout_id=keys[0].rollout_id, budget=settings.budget,
-            min_keep_per_sample=settings.min_keep_per_sample, gamma=settings.gamma, reference=reference,
+            min_keep_per_sample=settings.min_keep_per_sample, gamma=settings.gamma,
         )  # fmt: skip
 
     chosen = choose(settings.mask)
@@ -79,7 +81,12 @@ def opd_mask(
     entries = np.concatenate([scored.student_ids[able], scored.teacher_ids[able]])
     out["unshared_candidates"] = float((entries < 0).mean())
     out |= {f"overlap_{name}": overlap(chosen, choose(name)) for name in COMPARED}
-    return _result(lengths, chosen, out)
+    return replace(_result(lengths, chosen, out), published=published)
+
+
+def _own_scores(lists: TopLists, valid: BoolArray, tokens: TokenKeys, settings: SelectionConfig) -> TokenScores:
+    raw = raw_scores(lists, settings.missing_mass, settings.compatibility, tokens.sequence, settings.prefix_alpha)
+    return token_scores(raw, valid, settings.normalisation, reverse=settings.divergence == "reverse")
 
 
 def _counts(valid: BoolArray, masked: int) -> dict[str, float | None]:
@@ -91,10 +98,18 @@ def _result(lengths: Sequence[int], chosen: BoolArray, metrics: dict[str, float 
     return OpdMask(masks, {f"selection/{name}": value for name, value in metrics.items()})
 
 
-def _joined(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig) -> TopLists:
+def token_keys(keys: Sequence[SampleKey], usable: Sequence[BoolArray]) -> TokenKeys:
+    """The tokens of all responses, one below the other."""
+    lengths = [len(u) for u in usable]
+    return TokenKeys(
+        np.repeat(np.array([k.sample_index for k in keys], dtype=np.int64), lengths),
+        np.concatenate([np.arange(n) for n in (*lengths, 0)]),
+    )
+
+
+def joined_lists(lists: Sequence[TopLists | None], usable: Sequence[BoolArray], settings: SelectionConfig) -> TopLists:
     """The lists of all responses one below the other [N, K]; a response without usable tokens needs none."""
-    cross = settings.missing_mass == "exact"
-    k = settings.top_k
+    k, cross = settings.top_k, settings.asks_cross
     parts: list[TopLists] = []
     for mine, able in zip(lists, usable, strict=True):
         if mine is None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from slime_tandem.distill.alignment import count_reasons
-from slime_tandem.distill.candidates import top_of
+from slime_tandem.distill.candidates import ask_each, top_of
 from slime_tandem.distill.teacher import Scoring, Teacher
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.protocol import Engine, GenerateRequest
@@ -45,8 +45,10 @@ async def student_candidates(
             )
             for s in part
         ]
-        for sample, result in zip(part, await engine.generate(requests), strict=True):
+        for sample, result in zip(part, await ask_each(engine, requests), strict=True):
             try:
+                if isinstance(result, TeacherScoreError):
+                    raise result
                 out.append(top_of(result, len(sample.response_ids), "senior"))
             except TeacherScoreError as error:
                 out.append(error)

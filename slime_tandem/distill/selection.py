@@ -181,30 +181,28 @@ def select(
     budget: Budget = "batch",
     min_keep_per_sample: int = 1,
     gamma: float = 0.5,
-    reference: bool = False,
 ) -> BoolArray:
     """[N]: True for the tokens that carry the signal. Invalid tokens never do.
 
     `ratio` in (0, 1] of the valid tokens, rounded up; `min_keep_per_sample` then adds the best by ca_softor where a
     response has fewer. `selector`: a name in `RANKERS`, `full`, or a user's own; `gamma` is given to it. Draws depend on
-    (seed, rollout_id, token) alone. `reference`: as the published code has it, clipped scores alone, ties to the earliest
-    position, the same draws in every rollout. Raises DataError for a ratio outside (0, 1] and for a ranking that is none,
-    ConfigError as `find_ranker`.
+    (seed, rollout_id, token) alone. Raises DataError for a ratio outside (0, 1] and for a ranking that is none, ConfigError as
+    `find_ranker`.
     """
     if not 0.0 < ratio <= 1.0:
         raise DataError("ratio", ratio, "a number above 0 and at most 1", "0.05 to 0.2 are usual")
     valid = scores.valid
     if selector == "full" or ratio == 1.0 or not valid.any():
         return valid.copy()
-    order = _Order(_Draws(keys, seed, 0 if reference else rollout_id), keys if reference else None)
+    draws = _Draws(keys, seed, rollout_id)
     rankings = _rankings(find_ranker(selector)(scores, gamma), scores.valid, selector)
     chosen = np.zeros(len(valid), dtype=np.bool_)
     for group in _groups(valid, keys.sequence, budget):
         n = max(1, math.ceil(ratio * len(group) - 1e-9))
-        chosen[_choose(rankings, order, group, n)] = True
+        chosen[_choose(rankings, draws, group, n)] = True
     if min_keep_per_sample > 0:
         (best,) = _rankings(RANKERS["ca_softor"](scores, gamma), valid, "ca_softor")
-        _keep_some(chosen, valid, keys, order.keys(best), min_keep_per_sample)
+        _keep_some(chosen, valid, keys, _ordered(best, draws), min_keep_per_sample)
     return chosen
 
 
@@ -248,19 +246,11 @@ class _Draws:
         return keys.draws(self.seed, self.rollout_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """By a score, ties by the ranking's own, then by draw; `early`: ties to the earliest position instead."""
-
-    draws: _Draws
-    early: TokenKeys | None
-
-    def keys(self, ranking: Ranking) -> list[Key]:
-        """The keys of one ranking, best first."""
-        if ranking.score is None:
-            return [self.draws]
-        ties = ranking.ties if self.early is None else -self.early.position
-        return [ranking.score, self.draws] if ties is None else [ranking.score, ties, self.draws]
+def _ordered(ranking: Ranking, draws: _Draws) -> list[Key]:
+    """The keys of one ranking, best first: its score, its own ties, then the draws."""
+    if ranking.score is None:
+        return [draws]
+    return [ranking.score, draws] if ranking.ties is None else [ranking.score, ranking.ties, draws]
 
 
 def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -> list[Index]:
@@ -272,14 +262,14 @@ def _groups(valid: BoolArray, sequence: npt.NDArray[np.int64], budget: Budget) -
     return np.split(order, cuts)
 
 
-def _choose(rankings: Sequence[Ranking], order: _Order, group: Index, n: int) -> Index:
+def _choose(rankings: Sequence[Ranking], draws: _Draws, group: Index, n: int) -> Index:
     """`n` tokens of `group`, fewer where too few may be chosen; each ranking takes its share from what is left."""
     taken: list[Index] = []
     left = n
     for number, ranking in enumerate(rankings, start=1):
         mine = left if number == len(rankings) else min(left, round(n * ranking.share))
         open_ = group if ranking.among is None else group[ranking.among[group]]
-        best = _top(order.keys(ranking), open_, mine)
+        best = _top(_ordered(ranking, draws), open_, mine)
         taken.append(best)
         if number < len(rankings):
             left -= len(best)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Alignment
+from slime_tandem.errors import printable
 from slime_tandem.tokens.token_bytes import TEXT_CLASSES
 
 _STYLES = {
@@ -23,12 +24,11 @@ _STYLES = {
     "thinking": "white on blue",
     "inserted": "white on grey37",
 }
-_CONTROL = {ord(c): f"\\x{ord(c):02x}" for c in map(chr, (*range(9), *range(11, 32), 127))}
 
 
 def coverage_table(aligned: Alignment, title: str) -> Table:
     """Tokens, paired tokens and coverage per class, and what the policies for spans would add."""
-    out = Table(title=title, title_justify="left")
+    out = Table(title=Text(printable(title)), title_justify="left")
     out.add_column("")
     for name in ("tokens", "one to one", "coverage", "in spans"):
         out.add_column(name, justify="right")
@@ -59,7 +59,7 @@ def coloured(student_ids: Sequence[int], aligned: Alignment, show: Callable[[int
     tokens."""
     out = Text()
     for token, reason in zip(student_ids[:limit], aligned.reason.tolist()[:limit], strict=True):
-        piece = show(token).translate(_CONTROL)
+        piece = printable(show(token))
         if reason < 0:
             out.append(piece)
         else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from slime_tandem.config import Thinking
+from slime_tandem.errors import printable
 from slime_tandem.tokens.token_bytes import Role, TokenBytes
 
 _WRITABLE = ("think", "tool")  # roles whose marker a teacher without it can read as text
@@ -40,7 +41,7 @@ class SpecialRow:
             if self.text is not None
             else "nothing (masked)"
         )
-        return f"{self.student_id} {self.name} ({', '.join(self.roles) or 'no role'}) -> {target}"
+        return printable(f"{self.student_id} {self.name} ({', '.join(self.roles) or 'no role'}) -> {target}")
 
 
 @dataclass(frozen=True)

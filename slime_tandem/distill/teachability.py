@@ -252,16 +252,12 @@ def normalise(
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Normalised scores of a batch [N]; `valid` are the tokens that may be selected at all.
-
-    `DC`: the product D * C normalised as one score, which the reference's ca_softor has in the place of Dn * Cn.
-    """
+    """Normalised scores of a batch [N]; `valid` are the tokens that may be selected at all."""
 
     H: Normalised
     D: Normalised
     C: Normalised
     valid: BoolArray
-    DC: Normalised | None = None
 
     @property
     def dlearn(self) -> FloatArray:
@@ -281,7 +277,7 @@ class TokenScores:
     @property
     def ca_softor(self) -> FloatArray:
         """Soft-or of entropy and learnable disagreement."""
-        return _soft_or(self.H.clipped, self.dlearn if self.DC is None else self.DC.clipped)
+        return _soft_or(self.H.clipped, self.dlearn)
 
 
 def _soft_or(a: FloatArray, b: FloatArray) -> FloatArray:
@@ -294,13 +290,8 @@ def token_scores(
     mode: Normalisation = "batch_quantile",
     *,
     reverse: bool = False,
-    reference: bool = False,
 ) -> TokenScores:
-    """Normalise H, D (the reverse divergence if `reverse`) and C over the valid tokens of a batch.
-
-    `reference`: over all tokens, valid or not, as the published code does, and with its form of ca_softor.
-    """
+    """Normalise H, D (the reverse divergence if `reverse`) and C over the valid tokens of a batch."""
     d = raw.reverse_divergence if reverse else raw.divergence
-    over = np.ones_like(valid) if reference else valid
-    H, D, C = (normalise(x, over, mode) for x in (raw.entropy, d, raw.compatibility))
-    return TokenScores(H, D, C, valid, normalise(d * raw.compatibility, over, mode) if reference else None)
+    H, D, C = (normalise(x, valid, mode) for x in (raw.entropy, d, raw.compatibility))
+    return TokenScores(H, D, C, valid)

@@ -1,7 +1,8 @@
 """One teacher scores what the policy sampled: render, ask the engine, align to the student's positions.
 
 The teacher reads the raw messages through its own chat template and the response in its own ids (`alignment.Aligner.write`);
-its log-probs are those of its full distribution at temperature 1 (SGLang scores inputs that way, slime #2085, #2319). An answer
+its log-probs are those of its full distribution at `temperature`, 1 (SGLang scores inputs that way, slime #2085, #2319) or the
+rollout's. An answer
 that is short, missing a value or not finite fails that sample with a reason; the caller decides what a failed sample means.
 It does not know other teachers (`panel.py`), nor which tokens are trained on (`opd_mask.py`).
 """
@@ -14,14 +15,16 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
-from slime_tandem.config import AlignmentPolicy, Support
-from slime_tandem.distill.alignment import Aligner, Alignment, Bridge, TeacherText, as_floats
+from slime_tandem.config import AlignmentPolicy, Support, Thinking
+from slime_tandem.distill.alignment import Aligner, Alignment, TeacherText, as_floats
 from slime_tandem.distill.candidates import (
     ExactQuery,
     SameTokens,
+    ask_each,
     exact_log_probs,
     gather_candidates,
     gather_lists,
@@ -29,8 +32,18 @@ from slime_tandem.distill.candidates import (
     require_whole,
     top_of,
 )
-from slime_tandem.errors import DataError, ModelError, TeacherScoreError
+from slime_tandem.distill.conversation import aligner_of, header_only, markup_of, plan, turns_of
+from slime_tandem.errors import (
+    DataError,
+    ModelError,
+    TeacherScoreError,
+    UnreadRolesError,
+    UnreadTemplateError,
+    UnreadToolsError,
+)
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, same_ids
+from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.turns import Frame, Markup, Turns
 from slime_tandem.types import AlignedScores, FloatArray, Message, TandemSample
 
 StudentTop = Sequence[Mapping[int, float]]
@@ -63,6 +76,51 @@ class Scoring:
         return max(self.lists, self.top_k)
 
 
+class ChatTemplate(Protocol):
+    """A model's own chat template in its ids; `models.chat.Chat` is one."""
+
+    @property
+    def tokens(self) -> TokenBytes:
+        """The bytes of every id."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, no special token among them."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The same, with markers of thinking and tools that are tokens like any other as text, too."""
+        ...
+
+    @property
+    def turns(self) -> Turns:
+        """What it writes and shows."""
+        ...
+
+    @property
+    def markup(self) -> Markup:
+        """The same in ids."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Prompt ids; raises ModelError where it refuses the messages."""
+        ...
+
+    def bridge(self, messages: Sequence[Message]) -> list[int]:
+        """Ids from the end of one assistant turn over these messages to the begin of the next."""
+        ...
+
+    def frame(
+        self,
+        messages: Sequence[Message],
+        between: Sequence[Sequence[Message]],
+        thinks: Sequence[bool],
+        tools: Sequence[Any] | None,
+    ) -> Frame:
+        """What stands around a response of `len(thinks)` turns; raises ModelError where it refuses the messages."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Teacher:
     """A scorer with a tokenizer of its own.
@@ -70,9 +128,11 @@ class Teacher:
     `aligner` knows the student's vocabulary and this one's. `render(messages)` gives the prompt ids of its chat template
     with the generation prompt; `encode(text)` the ids of plain text without special tokens; `bridge(messages)` the ids
     that its template puts from the end of one assistant turn over these messages to the begin of the next (None: messages
-    between turns are read as the student's text). `max_batch` sequences travel per HTTP request, `concurrency` requests
-    at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is not known. `tasks`:
-    the task tags that it is for, None for all that no other teacher names; `weight` among several teachers of one sample.
+    between turns are read as the student's text). `template` is asked in the place of both where it is known; `student`
+    says what the student's own template writes around its turns. `max_batch` sequences travel per HTTP request,
+    `concurrency` requests at once; `max_tokens` prompt and response tokens that the engine takes together, None if that is
+    not known; `temperature` of its distribution. `tasks`: the task tags that it is for, None for all that no other teacher
+    names; `weight` among several teachers of one sample.
     """
 
     engine: Engine
@@ -80,12 +140,31 @@ class Teacher:
     render: Callable[[Sequence[Message]], list[int]]
     encode: Callable[[str], list[int]]
     bridge: Callable[[Sequence[Message]], list[int]] | None = None
+    template: ChatTemplate | None = None
+    student: Markup | None = None
     name: str = "teacher"
     tasks: frozenset[str] | None = None
     weight: float = 1.0
     max_batch: int = 128
     concurrency: int = 4
     max_tokens: int | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def by_template(
+        cls, engine: Engine, student: ChatTemplate, template: ChatTemplate, thinking: Thinking = "keep", **options: Any
+    ) -> Teacher:
+        """A teacher that reads conversations as its own template writes them; `options` are further fields."""
+        return cls(
+            engine,
+            aligner_of(student.tokens, template.tokens, template.markup, thinking),
+            template.render,
+            template.encode_plain if thinking == "text" else template.encode,
+            template.bridge,
+            template,
+            student.markup,
+            **options,
+        )
 
     @cached_property
     def same_tokens(self) -> SameTokens:
@@ -108,22 +187,30 @@ class Teacher:
         if scoring.of_student and student_top is None:
             expected = f"lists for support {scoring.support!r} or a selection"
             raise DataError("student_top", None, expected, "ask the student")
-        plans = [self._plan(sample, scoring) for sample in samples]
-        out: dict[int, AlignedScores | TeacherScoreError] = {
-            i: error for i, plan in enumerate(plans) if (error := self._too_long(plan.request)) is not None
-        }
-        sent = [i for i in range(len(plans)) if i not in out]
+        plans: dict[int, _Plan] = {}
+        out: dict[int, AlignedScores | TeacherScoreError] = {}
+        for i, sample in enumerate(samples):
+            try:
+                plans[i] = self._plan(sample, scoring)
+            except TeacherScoreError as error:
+                out[i] = error
+                continue
+            if (too_long := self._too_long(plans[i].request)) is not None:
+                out[i] = too_long
+        sent = [i for i in plans if i not in out]
         gate = asyncio.Semaphore(self.concurrency)
 
-        async def ask(part: Sequence[int]) -> list[GenerateResult]:
+        async def ask(part: Sequence[int]) -> list[GenerateResult | TeacherScoreError]:
             async with gate:
-                return await self.engine.generate([plans[i].request for i in part])
+                return await ask_each(self.engine, [plans[i].request for i in part])
 
         parts = [sent[at : at + self.max_batch] for at in range(0, len(sent), self.max_batch)]
         answers = await asyncio.gather(*(ask(part) for part in parts))
         views: dict[int, _View] = {}
         for i, result in zip(sent, (r for rs in answers for r in rs), strict=True):
             try:
+                if isinstance(result, TeacherScoreError):
+                    raise result
                 top = student_top[i] if student_top is not None else None
                 views[i] = self._read(samples[i], plans[i], result, scoring, top)
             except TeacherScoreError as error:
@@ -131,7 +218,7 @@ class Teacher:
         asked = sorted(views)
         for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
             out[i] = scores
-        return [out[i] for i in range(len(plans))]
+        return [out[i] for i in range(len(samples))]
 
     def _read(
         self,
@@ -162,7 +249,9 @@ class Teacher:
         of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
         if scoring.support != "teacher" or cross:
             queries = [v.of_teacher(self.same_tokens) for v in views]
-            of_teacher = await exact_log_probs(self.engine, queries, role=self.name, max_batch=self.max_batch)
+            of_teacher = await exact_log_probs(
+                self.engine, queries, role=self.name, max_batch=self.max_batch, temperature=self.temperature
+            )
         if cross:
             assert senior is not None, "cross-scores are the senior's, too"
             queries = [v.of_student(self.same_tokens) for v in views]
@@ -197,26 +286,88 @@ class Teacher:
             "longer context",
         )
 
+    @cached_property
+    def _markups(self) -> tuple[Markup, Markup, bool]:
+        """(the student's, the teacher's, whether the teacher reads the student's own markup)."""
+        student = self.student or markup_of(self.aligner.student)
+        teacher = self.template.markup if self.template else markup_of(self.aligner.teacher)
+        return student, teacher, self.aligner.same_vocabulary and (self.template is None or student == teacher)
+
+    def conversation(self, sample: TandemSample) -> tuple[tuple[int, ...], TeacherText]:
+        """(prompt ids, response) as the teacher reads them.
+
+        Raises TeacherScoreError kinds for a sample that its template does not show: a role, tools, the turns themselves.
+        """
+        if self.template is None and self.bridge is None:
+            sample = replace(sample, inserted_messages=())
+        student, teacher, same = self._markups
+        if same:
+            self._require_shown(sample)
+            prompt = tuple(self._rendered(sample))
+            return prompt, self.aligner.write(sample.response_ids, self.encode, inserted=sample.inserted)
+        turns = turns_of(sample, self.aligner.student, student)
+        frame = self._frame(sample, header_only(turns, self.aligner.thinking, teacher))
+        told = plan(sample, turns, frame, self.aligner, student, teacher)
+        text = self.aligner.write(
+            sample.response_ids,
+            self.encode,
+            bridges=told.bridges,
+            inserted=sample.inserted,
+            thinking=told.thinking,
+            stands=told.stands,
+            leads=told.leads,
+        )
+        return frame.prompt, text
+
+    def _rendered(self, sample: TandemSample) -> list[int]:
+        if self.template is None:
+            return self.render(sample.prompt.messages)
+        try:
+            return self.template.render(sample.prompt.messages, sample.prompt.tools)
+        except ModelError as error:
+            raise self._unread(error, sample) from error
+
+    def _frame(self, sample: TandemSample, thinks: Sequence[bool]) -> Frame:
+        messages, between = sample.prompt.messages, sample.inserted_messages
+        if self.template is None:
+            bridges = tuple(tuple(self.bridge(part)) for part in between) if self.bridge else ()
+            end = self.aligner.end_of_turn
+            return Frame(tuple(self.render(messages)), bridges, (end,) if end >= 0 else ())
+        self._require_shown(sample)
+        try:
+            return self.template.frame(messages, between, thinks, sample.prompt.tools)
+        except ModelError as error:
+            raise self._unread(error, sample) from error
+
+    def _unread(self, error: ModelError, sample: TandemSample) -> UnreadTemplateError:
+        where = f"{self.name} template, prompt {sample.prompt.prompt_id}"
+        return UnreadTemplateError(where, error.value, error.expected, error.remedy)
+
+    def _require_shown(self, sample: TandemSample) -> None:
+        if self.template is None:
+            return
+        turns, where = self.template.turns, f"{self.name} template, prompt {sample.prompt.prompt_id}"
+        shown = [*sample.prompt.messages, *(m for part in sample.inserted_messages for m in part)]
+        strange = sorted({m.role for m in shown} - set(turns.roles))
+        if strange:
+            expected, remedy = f"messages of the roles {', '.join(turns.roles)}", "take a teacher whose template has it"
+            raise UnreadRolesError(where, ", ".join(strange), expected, remedy)
+        calls = any("tool_calls" in m.extra for m in shown)
+        if (sample.prompt.tools and not turns.tools) or (calls and not turns.tool_calls):
+            missing = "tools" if sample.prompt.tools and not turns.tools else "tool_calls"
+            raise UnreadToolsError(where, missing, "a template that shows them", "take a teacher whose template does")
+
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
-        bridges: list[Bridge] = []
-        if self.bridge is not None and sample.inserted_messages:
-            for (start, stop), messages in zip(sample.inserted, sample.inserted_messages, strict=True):
-                ids = tuple(self.bridge(messages))
-                # The end of turn that the student sampled has the teacher's in its place already.
-                ended = start > 0 and sample.response_ids[start - 1] in self.aligner.student.eos_ids
-                if ended and ids and ids[0] == self.aligner.end_of_turn:
-                    ids = ids[1:]
-                bridges.append(Bridge(start, stop - start, ids))
-        text = self.aligner.write(sample.response_ids, self.encode, bridges=bridges, inserted=sample.inserted)
-        prompt = self.render(sample.prompt.messages)
+        prompt, text = self.conversation(sample)
         request = GenerateRequest(
             rid=f"score-{sample.key.seed}-{sample.key.rollout_id}-{sample.key.sample_index}",
             input_ids=(*prompt, *text.ids),
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
             top_logprobs_num=scoring.widest,
+            input_temperature=self.temperature,
         )
-        return _Plan(request, prompt, text)
+        return _Plan(request, list(prompt), text)
 
 
 @dataclass(frozen=True)
@@ -324,7 +475,8 @@ def check_teacher(teacher: Teacher) -> None:
         if text.ids != (row.teacher_id,) or a.align(text).teacher_index.tolist() != [0]:
             raise ModelError(f"special token of {teacher.name}", str(row), "a pair", "see docs/distillation.md")
     lost = sorted(i for i in a.student.eos_ids if i not in a.special.ids and a.student.of(i) is None)
-    if lost and not a.same_vocabulary:
+    closes = teacher.template is not None and teacher.template.turns.closed_by != "nothing"
+    if lost and not a.same_vocabulary and not closes:
         raise ModelError(
             f"ends of turn for {teacher.name}",
             lost,

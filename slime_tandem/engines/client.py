@@ -3,9 +3,10 @@
 Disconnects, time-outs and 5xx answers are retried with exponential back-off; that is safe because one answer alone is used, and
 because draws depend on the sampling seed and the position only, where the engine honours seeds (real SGLang: with
 `--enable-deterministic-inference`, docs/sglang.md). A repeat has a name of its own on the
-wire, and one that timed out is aborted first: SGLang refuses a name that is still at work. 4xx answers are raised at
-once. Every answer is checked before it is handed on: a missing, misplaced or non-finite log-prob is asked for again, then
-an error, never a guess. It does not know who writes next, nor what a response is: it asks one server what it is given to ask.
+wire, and one that timed out is aborted first: SGLang refuses a name that is still at work. 4xx answers are raised at once, but
+for 408, a body that came too slowly. Every answer is checked before it is handed on: a missing, misplaced or non-finite
+log-prob is asked for again, then an error, never a guess. It does not know who writes next, nor what a response is: it asks
+one server what it is given to ask.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ from slime_tandem.errors import (
     WeightVersionError,
 )
 from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.types import JUNIOR
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _IDLE_S = 30.0
 _UNUSABLE_RETRIES = 2
 """Repeats of an answer that lacks something: SGLang loses a log-prob of a retracted request, the next try has it."""
+_MOST_IDS = 2**20
+"""Ids in one HTTP request, of inputs and stops: an embedded server takes bodies of 16 MiB, and up to 4096 sequences."""
+_MOST_SEQUENCES = 4096
+_REMEDIES = {
+    401: "send the server's API key (engine.api_key_env)",
+    403: "call the server by the address that it is bound to, or start it with --allowed-hosts",
+    413: "ask for less at once: fewer or shorter sequences, fewer ids",
+    415: "send JSON as application/json; look for a proxy between that changes the request",
+}
 # ClientError: also an answer that is no HTTP, from whatever else listens there.
 _RETRIED = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
@@ -91,7 +102,7 @@ class EngineClient:
             self._session = None
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Answer all requests, in order, in one HTTP request; none for an empty list.
+        """Answer all requests, in order, in one HTTP request (several where one would be too large); none for an empty list.
 
         Requests with `session_params` travel one by one (SGLang takes one session per call). Raises EngineRejectedError,
         EngineUnavailableError, and EngineError for an answer that, asked for again, still does not hold what was asked for.
@@ -101,6 +112,10 @@ class EngineClient:
         if len(requests) > 1 and any(r.session_params is not None for r in requests):
             single = await asyncio.gather(*(self.generate([r]) for r in requests))
             return [result for [result] in single]
+        if len(requests) > 1 and (len(requests) > _MOST_SEQUENCES or sum(map(_ids_in, requests)) > _MOST_IDS):
+            half = len(requests) // 2
+            parts = await asyncio.gather(self.generate(requests[:half]), self.generate(requests[half:]))
+            return [*parts[0], *parts[1]]
         results: dict[int, GenerateResult] = {}
         for repeat in itertools.count():
             missing = [i for i in range(len(requests)) if i not in results]
@@ -276,7 +291,7 @@ class EngineClient:
                     if response.status == 200:
                         return self._parse(path, raw) if parse else None
                     message = _server_message(raw)
-                    if response.status < 500:
+                    if response.status < 500 and response.status != 408:
                         raise self._rejected(f"{method} {url}", response.status, message)
                     cause = f"HTTP {response.status}: {message}"
             except _RETRIED as error:
@@ -298,7 +313,7 @@ class EngineClient:
             f"{self.role} engine {what}",
             f"HTTP {status}",
             f"a request that the server accepts; it says: {message}",
-            "correct the request" if status != 401 else "send the server's API key",
+            _REMEDIES.get(status, "correct the request"),
         )
 
     def _unavailable(self, what: str, cause: str, tries: int) -> EngineUnavailableError:
@@ -338,6 +353,8 @@ class EngineClient:
         if finish not in ("stop", "length", "abort"):
             raise self._bad(f"{where} finish_reason.type", finish, "stop, length or abort")
         authors, log_probs, senior_log_probs = self._written(request, meta, where, output_ids)
+        if request.input_temperature != 1.0 and finish != "abort":
+            self._require_heat(request, meta, where)
         kept_ids = self._kept_ids(meta, where, output_ids) if request.truncated_logprobs else ()
         input_log_probs, given_ids = (
             self._scored(request, meta, where, prompt_tokens) if finish != "abort" else ((), ())
@@ -363,7 +380,7 @@ class EngineClient:
 
     def _written(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, output_ids: list[int]
-    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float | None, ...]]:
         """(authors, log-probs, the senior's log-probs) of the output ids; each is empty where it was not asked for."""
         if request.handoff is not None:
             # A request that only scores has nothing that anybody wrote.
@@ -408,8 +425,10 @@ class EngineClient:
 
     def _tandem(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
-    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float | None, ...]]:
         """(authors, their log-probs, the senior's log-probs) that a fused engine reports of `count` output tokens.
+
+        The senior's is None of a junior's token that the senior of a catch-up engine has not read.
 
         SGLang's own list of log-probs is not used: it loses one of a request that was retracted, this report does not.
         """
@@ -438,7 +457,20 @@ class EngineClient:
             return authors, (), ()
         name = f"{where} {handoff_wire.REPORT}"
         log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
-        return authors, log_probs, tuple(self._finite(f"{name}[{i}] senior's", e[2]) for i, e in enumerate(entries))
+        try:
+            seniors = handoff_wire.senior_log_probs(entries)
+        except ValueError as error:
+            raise self._bad(name, str(error), "late log-probs of tokens that were reported") from None
+        return (
+            authors,
+            log_probs,
+            tuple(
+                None
+                if value is None and author == JUNIOR and len(e) > 3
+                else self._finite(f"{name}[{i}] senior's", value)
+                for i, (value, author, e) in enumerate(zip(seniors, authors, entries, strict=True))
+            ),
+        )
 
     def _kept_ids(self, meta: dict[str, Any], where: str, output_ids: list[int]) -> tuple[tuple[int, ...], ...]:
         """The ids that each output id was drawn from, itself among them; empty for the whole vocabulary."""
@@ -459,6 +491,16 @@ class EngineClient:
             if kept and token not in kept:
                 raise self._bad(f"{where} output_kept_ids[{i}]", kept[:20], f"a list that holds the drawn id {token}")
         return tuple(map(tuple, entries))
+
+    def _require_heat(self, request: GenerateRequest, meta: dict[str, Any], where: str) -> None:
+        if meta.get("input_temperature") != request.input_temperature:
+            raise EngineRejectedError(
+                f"{self.role} engine {self.base_url} {where}",
+                "input log-probs at temperature 1",
+                f"those at temperature {request.input_temperature:g}, which an embedded server (`slime-tandem serve`) "
+                "computes and SGLang does not",
+                "set opd.teacher_temperature=1, or use an embedded server",
+            )
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int
@@ -503,6 +545,10 @@ def _rule_of(request: GenerateRequest) -> str:
         return ""
     assert request.session_params is None, "the length of a session's input is the server's knowledge"
     return handoff_wire.suffix(request.handoff, len(request.input_ids))
+
+
+def _ids_in(request: GenerateRequest) -> int:
+    return len(request.input_ids) + len(request.stop_token_ids) + len(request.token_ids_logprob or ())
 
 
 def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict[str, Any]:

@@ -9,13 +9,19 @@ arrive only with a logit processor). The suffix comes last, so that aborting by 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from slime_tandem.protocol import Handoff
 
 MARK = "~tandem"
 REPORT = "tandem"
-"""Key of `meta_info` under which the engine reports [author, author's log-prob, senior's log-prob] of every output token."""
+"""Key of `meta_info` under which the engine reports every output token: [author, author's log-prob, senior's log-prob].
+
+An engine that catches up sends a fourth part with what it decoded: the senior's log-probs of the tokens right before, which
+it has just caught up on; the third is null where it has not read the sequence (`senior_log_probs`).
+"""
 REFUSED = -1
 """Author code of a request whose suffix the engine cannot follow: damaged, of another version, or an unknown table."""
 
@@ -65,3 +71,22 @@ def parse(rid: str) -> tuple[Handoff, int] | None:
     if handoff.threshold > 2**32 or handoff.run_length > int(input_length):
         raise ValueError(f"{mark}{rest}: a threshold above 2^32, or a run longer than its input")
     return handoff, int(input_length)
+
+
+def senior_log_probs(entries: Sequence[Sequence[Any]]) -> list[Any]:
+    """The senior's log-prob of every reported token, late ones put into their places; None where none has come.
+
+    Raises ValueError for late ones of tokens before the first.
+
+    >>> senior_log_probs([[1, -0.5, -0.5], [0, -1.0, None, []], [0, -2.0, None, []], [1, -0.25, -0.25, [-3.0, -4.0]]])
+    [-0.5, -3.0, -4.0, -0.25]
+    >>> senior_log_probs([[0, -1.0, -2.0], [0, -1.0, None, []]])
+    [-2.0, None]
+    """
+    values = [entry[2] for entry in entries]
+    for i, entry in enumerate(entries):
+        late = entry[3] if len(entry) > 3 else ()
+        if len(late) > i:
+            raise ValueError(f"{len(late)} late log-probs at token {i}")
+        values[i - len(late) : i] = late
+    return values

@@ -8,16 +8,16 @@ machine can read; a child gets it in its environment.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
 from slime_tandem.config import EngineConfig, ModelsConfig
+from slime_tandem.engines.sglang_child import API_KEY_ENV
 from slime_tandem.errors import ConfigError, DataError
 
 T = TypeVar("T")
-API_KEY_ENV = "SLIME_TANDEM_API_KEY"
-"""The environment variable in which a child finds its key."""
 PORT = 30000
 """Where a server listens that a person starts, as SGLang's; one that a program starts takes any free port."""
 _ENGINE, _MODELS = EngineConfig(), ModelsConfig()
@@ -37,8 +37,8 @@ class ServeOptions:
     >>> options.argv()[-3:]
     ['--threads=2', '--api-key-env=SLIME_TANDEM_API_KEY', '--weight-version=default']
     >>> options
-    ServeOptions(host='127.0.0.1', port=0, dtype='float32', max_batch=256, cache_tokens=65536, threads=2, served_name=None, \
-weight_version='default', trust_remote_code=False, port_file=None)
+    ServeOptions(host='127.0.0.1', port=0, dtype='float32', max_batch=256, cache_tokens=65536, threads=2, \
+allowed_hosts=None, served_name=None, weight_version='default', trust_remote_code=False, port_file=None)
     """
 
     host: str = _option(_ENGINE.host, "address to bind to")
@@ -54,18 +54,33 @@ weight_version='default', trust_remote_code=False, port_file=None)
         repr=False,
         metadata={"help": "environment variable with the key that clients must send", "metavar": "NAME"},
     )
+    allowed_hosts: str | None = _option(
+        None, "further names by which clients call the server, separated by commas", metavar="NAMES"
+    )
     served_name: str | None = _option(None, "name shown in /model_info")
     weight_version: str = _option("default", "version of the first weights")
     trust_remote_code: bool = _option(_MODELS.trust_remote_code, "run Python code that the model folder brings")
     port_file: str | None = _option(None, "write the port's number to this file as soon as it is taken")
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names in `allowed_hosts`."""
+        return tuple(filter(None, map(str.strip, (self.allowed_hosts or "").split(","))))
+
     def check(self) -> None:
-        """Raise DataError for a number out of its bounds."""
+        """Raise DataError for a number out of its bounds, and for an address beyond this machine without a key."""
         for option in fields(self):
             if "within" in option.metadata:
                 value, (low, high) = getattr(self, option.name), option.metadata["within"]
                 if not low <= value <= high:
                     raise DataError(option.name, value, f"at least {low} and at most {high}", "choose another value")
+        self.require_key()
+
+    def require_key(self) -> None:
+        """Raise DataError for a server without a key that other machines could reach."""
+        if self.api_key is None and not is_loopback(self.host):
+            expected = "a loopback address (127.0.0.1, ::1, localhost), or a key that clients must send"
+            raise DataError("host", self.host, expected, "set a key with --api-key-env, or bind to 127.0.0.1")
 
     def only(self, *names: str, server: str) -> None:
         """Raise ConfigError for an option that is set though `server` takes none but `names`."""
@@ -110,6 +125,18 @@ weight_version='default', trust_remote_code=False, port_file=None)
     def environment(self) -> Mapping[str, str]:
         """The environment variable that goes with `argv`."""
         return {} if self.api_key is None else {API_KEY_ENV: self.api_key}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server bound to `host` can be reached from its own machine alone.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _flag(name: str) -> str:

@@ -10,11 +10,13 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
+from slime_tandem.engines import sglang_child
 from slime_tandem.engines.processes import ChildServer
 from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
-from slime_tandem.errors import EngineUnavailableError, PortInUseError
+from slime_tandem.errors import ConfigError, EngineUnavailableError, PortInUseError
 
 CPU_ARGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32",
@@ -29,27 +31,23 @@ _PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to connections (32768 and up): a connection to one of those, before the server listens, can
 get the same number at both ends; it then talks to itself, and the server finds its port taken."""
 
-_CHILD = """
-import os, runpy, signal, sys, threading, time
-parent = int(sys.argv.pop(1))
-def watch():
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
-threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-"""
-"""What SGLang's interpreter runs: `-m sglang.launch_server`, and the end of its whole process group when the parent dies.
+_KEY_FLAGS = ("--api-key", "--admin-api-key")
 
-SGLang's scheduler and detokenizer processes stay in that group.
-"""
+
+def refuse_key_flags(args: Sequence[str], field: str) -> None:
+    """Raise ConfigError for a flag, or its beginning, that would put a key into a command line and SGLang's log."""
+    for arg in args:
+        name = arg.partition("=")[0]
+        if len(name) > 4 and any(flag.startswith(name) for flag in _KEY_FLAGS):
+            expected = f"no {name}: every user of the machine can read a command line, and SGLang logs its arguments"
+            raise ConfigError(field, "(not shown)", expected, "put the key into a variable and name that: api_key_env")
 
 
 class SglangProcess(ChildServer):
     """Real SGLang for the model folder `model`; ends, with all its processes, when this process dies, even by SIGKILL.
 
     `python` is an interpreter that has SGLang. `device` "cpu" adds CPU_ARGS. `extra_args` win over all others but the port
-    (SGLang takes the last of a repeated flag). Of `options` it takes host, port, threads and weight version, and raises
+    (SGLang takes the last of a repeated flag). Of `options` it takes host, port, threads, weight version and key, and raises
     ConfigError for others; port 0 chooses a free one. Raises PortInUseError at launch for a busy port.
     """
 
@@ -68,7 +66,9 @@ class SglangProcess(ChildServer):
         start_timeout_s: float = 300.0,
     ) -> None:
         super().__init__(model, options, log_file=log_file, start_timeout_s=start_timeout_s)
-        options.only("host", "port", "threads", "weight_version", server="SglangProcess")
+        options.only("host", "port", "threads", "weight_version", "api_key", server="SglangProcess")
+        options.require_key()
+        refuse_key_flags(extra_args, "extra_args")
         self.python = os.fspath(python)
         self._device = device
         self._flags = [
@@ -86,13 +86,14 @@ class SglangProcess(ChildServer):
 
     def _environment(self) -> Mapping[str, str]:
         if self._device != "cpu":
-            return {}
+            return self._options.environment()
         # Nothing is compiled: SGLang's torch.compile'd helpers would want a C++ compiler and half a minute.
-        return {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        return {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", **self._options.environment()}
 
     def _command(self) -> list[str]:
         self._port = free_port(self.host, self._port)
-        return [self.python, "-c", _CHILD, str(os.getpid()), *self._flags, "--port", str(self._port)]
+        source = Path(sglang_child.__file__).read_text(encoding="utf-8")
+        return [self.python, "-c", source, str(os.getpid()), *self._flags, "--port", str(self._port)]
 
     def _find_port(self) -> bool:
         return True

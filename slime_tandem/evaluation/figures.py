@@ -112,6 +112,28 @@ def handoff_figures(
     return figures + _shape("handoff", samples, chains)
 
 
+def set_figures(part: Part, correct: Sequence[bool], sets: Sequence[str], chains: int) -> list[Figure]:
+    """pass@k of each set of prompts (`part/<set>/pass@k`), and `part/macro/pass@k`, where every set counts alike.
+
+    `sets` [N]: the task tag of each prompt. Nothing for one set: it is the whole. In resamples of the prompts the macro average
+    keeps the sets' own sizes.
+    """
+    names, of = np.unique(np.array(sets), return_inverse=True)
+    if len(names) < 2:
+        return []
+    sizes = np.bincount(of)
+    out = []
+    for k in pass_ks(chains):
+        values = _pass(correct, chains, k)
+        for number, name in enumerate(names):
+            mine = (of == number).astype(np.float64)
+            ratio = Ratio(values * mine, mine, "no prompt of it")
+            out.append(Figure(f"{part}/{name}/pass@{k}", f"pass@{k}, {name}", "fraction", ratio))
+        weights = len(of) / (len(names) * sizes[of])
+        out.append(Figure(f"{part}/macro/pass@{k}", f"pass@{k}, mean of the sets", "fraction", Ratio(values * weights)))
+    return out
+
+
 def drift_figures(senior: Sequence[FloatArray], junior: Sequence[FloatArray], per_prompt: int) -> list[Figure]:
     """KL(senior || junior), mean over tokens, nats: k1 and k3 of both models' log-probs [R] at tokens the senior sampled.
 

@@ -23,11 +23,13 @@ from slime_tandem.evaluation.figures import (
     drift_figures,
     handoff_figures,
     legibility_figures,
+    set_figures,
     solo_figures,
     undefined,
 )
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
 from slime_tandem.models.tokenizer import require_same_tokenizer
+from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids, rule_of
@@ -84,14 +86,25 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
                 "null for `slime-tandem eval`, whose figures are of responses of one turn",
                 "leave it out; `train` evaluates with it",
             )
-    tasks = TaskSet(config.tasks, config.seed)
-    prompts = tasks.heldout_prompts(config.eval.prompts)
+    tasks = TaskSet(config.tasks, config.seed, config.reward)
+    prompts = _prompts(config, tasks)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
     roster = Roster(config)
     if "junior" in roster.roles:
         evaluation_rule(config, roster.student.tokens)  # a strategy of the user's own is refused before anything starts
     with Team(roster, config.run_dir / "logs") as team:
         return evaluate_senior(team, tasks, prompts, say)
+
+
+def _prompts(config: RunConfig, tasks: TaskSet) -> list[Prompt]:
+    """The held-out prompts, or the whole files of evaluation sets."""
+    if not config.eval.whole_files:
+        return tasks.heldout_prompts(config.eval.prompts)
+    prompts = list(tasks.listed_prompts)
+    if not prompts:
+        families = ", ".join(task.family for task in config.tasks)
+        raise ConfigError("eval.whole_files", True, f"a task of family jsonl (here: {families})", "set it to false")
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,8 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
     solo = _write(team, prompts, rollout_ids.EVALUATION, e.chains, sampling)
     correct = _judge(tasks, solo)
-    parts = [_Part(solo_figures(solo, correct, e.chains))]
+    sets = [prompt.task for prompt in prompts]
+    parts = [_Part(solo_figures(solo, correct, e.chains) + set_figures("solo", correct, sets, e.chains))]
     if "junior" not in team.roster.roles:
         parts.append(_Part(missing=[r for part in _WITH_JUNIOR for r in undefined(part, NO_JUNIOR)]))
     else:
@@ -146,7 +160,9 @@ def _handoff(
     """Chains in turns with the junior, with the solo chains' draws."""
     chains, rule = team.config.eval.chains, evaluation_rule(team.config, team.roster.student.tokens)
     written = _write(team, prompts, rollout_ids.EVALUATION, chains, sampling, rule)
-    figures = handoff_figures(written, _judge(tasks, written), solo_correct, chains)
+    right = _judge(tasks, written)
+    figures = handoff_figures(written, right, solo_correct, chains)
+    figures += set_figures("handoff", right, [prompt.task for prompt in prompts], chains)
     if any(s.switches for s in written):
         return _Part(figures)
     # They would be a perfect 1 and 0, and mean nothing.
@@ -207,7 +223,7 @@ def _write(
 
 
 def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
-    return [tasks.correct(s.prompt, s.text) for s in samples]
+    return [v.reward >= RIGHT_REWARD for v in tasks.verdicts([(s.prompt, s.text) for s in samples])]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:

@@ -7,6 +7,7 @@ from typing import cast
 from rich.table import Table
 from rich.text import Text
 
+from slime_tandem.errors import printable
 from slime_tandem.evaluation.figures import TITLES, Part, Result
 from slime_tandem.evaluation.run import Evaluation
 from slime_tandem.report.dots import Dot, Panel, document, number, whiskers
@@ -27,9 +28,9 @@ def conditions(evaluation: Evaluation) -> str:
 def table(evaluation: Evaluation) -> Table:
     """Value, interval and unit of every result; why where there is none."""
     out = Table(
-        title=f"evaluation of {evaluation.setup['models']['senior']}",
+        title=Text(printable(f"evaluation of {evaluation.setup['models']['senior']}")),
         title_justify="left",
-        caption=conditions(evaluation),
+        caption=Text(printable(conditions(evaluation))),
         caption_justify="left",
     )
     out.add_column("", overflow="fold")
@@ -40,9 +41,8 @@ def table(evaluation: Evaluation) -> Table:
         rows = [r for r in evaluation.results if r.part == part]
         out.add_row(Text(title, style="bold"))
         for row in rows:
-            out.add_row(
-                Text(f"  {row.label}"), number(row.estimate.value), Text(whiskers(row.estimate)), Text(row.unit)
-            )
+            label, interval = (Text(printable(t)) for t in (f"  {row.label}", whiskers(row.estimate)))
+            out.add_row(label, number(row.estimate.value), interval, Text(row.unit))
         out.add_section()
     return out
 

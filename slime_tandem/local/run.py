@@ -9,24 +9,28 @@ kill.
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field
 
 from slime_tandem.config import RunConfig
+from slime_tandem.config.section import set_in
 from slime_tandem.distill.teacher import describe_special
-from slime_tandem.errors import RunDirError, TandemError
-from slime_tandem.files import read_text
+from slime_tandem.errors import RunDirError, TandemError, TeacherScoreError
+from slime_tandem.files import read_text, record_of
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
-from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder
+from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder, step_of, unusable
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
@@ -39,6 +43,7 @@ from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
+from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
@@ -51,6 +56,15 @@ _LOCK = ".lock"
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
 _NO_WORK = (_LOCK, _PROBE, "logs")
+
+
+class _Kept(BaseModel):
+    """What a run keeps beside its weights; older ones have no `kl_coef`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    step: int = Field(ge=0)
+    kl_coef: float | None = Field(None, ge=0.0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,8 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
     Raises TandemError kinds.
     """
     run_dir = config.run_dir
+    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+        print(f"read under slime alone, a local run takes no notice: {', '.join(unread)}", file=sys.stderr, flush=True)
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):
@@ -114,7 +130,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
-    tasks = TaskSet(config.tasks, config.seed)
+    tasks = TaskSet(config.tasks, config.seed, config.reward)
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:
@@ -125,12 +141,15 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
             with Team(roster, run_dir / "logs") as team:
+                for role, chat in roster.chats.items():
+                    print("\n  ".join([f"turns of the {role}:", *chat.lines()]), file=sys.stderr, flush=True)
                 if roster.teacher_specs:
                     for teacher in team.panel.teachers:
                         print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
                     for prompt in tasks.listed_prompts:  # a name that no teacher has is refused now, not when drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
+                _keep_turns(run_dir / "turns.json", roster)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, resume=resume)
         except BaseException as error:
@@ -196,6 +215,13 @@ def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:
             path.write_text(record.to_json(), encoding="utf-8")
 
 
+def _keep_turns(path: Path, roster: Roster) -> None:
+    """Save what each model's chat template was found to write around turns."""
+    with disk_errors(path.parent):
+        text = json.dumps({role: chat.as_dict() for role, chat in roster.chats.items()}, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
 def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
     """On a resumed run: that runs still end where they did (another tokenizer would move every author)."""
     if path.exists() and BoundaryRecord.from_json(read_text(path, "boundary record"), str(path)) != record:
@@ -213,10 +239,17 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     resumed = resume and (arm.folder / "config.yaml").exists()
     with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
         writer.write_config(config)
-        done = {(row["step"], row["phase"]) for row in read_rows(arm.folder / "eval.jsonl")}
+        done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
             return
         _send(trainer.policy, arm, team, step)
+        if step and (0, "before") not in done:
+            raise RunDirError(
+                str(arm.folder / "eval.jsonl"),
+                "no row of the evaluation before training",
+                "the evaluation of weights that are gone",
+                "restore the file, or start again under another `name`",
+            )
         if (0, "before") not in done:
             _evaluate(writer, team, tasks, held_out, config, step, "before")
         step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
@@ -240,9 +273,22 @@ def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
     checkpoint = arm.last_checkpoint() if resume else None
     if checkpoint is None:
         return trainer, 0
-    state = policy.load_checkpoint(checkpoint)
-    trainer.restore(state)
-    return trainer, int(state["step"])
+    extra = policy.load_checkpoint(checkpoint)
+    step = kept_state(extra, checkpoint)
+    trainer.restore(extra)
+    return trainer, step
+
+
+def kept_state(extra: Mapping[str, Any], checkpoint: Path) -> int:
+    """The steps that were done when a checkpoint was written, by what the run kept in it; raises CheckpointError for anything
+    else, and for a step that is not the folder's."""
+    try:
+        kept = record_of(_Kept, extra)
+    except ValueError as error:
+        raise unusable(checkpoint, f"state.json extra.{error}", "what a run keeps beside its weights") from None
+    if kept.step != step_of(checkpoint):
+        raise unusable(checkpoint, f"state.json extra.step={kept.step}", "the step of the folder's name")
+    return kept.step
 
 
 def _take_steps(
@@ -306,12 +352,22 @@ def _learn(
     """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef)
+    bank = TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank and bank.write)
+    if not rows:
+        first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
+        raise TeacherScoreError(
+            "samples that a teacher has scored",
+            f"0 of {len(scored)}",
+            "some with opd.on_failed_sample=drop_sample",
+            "mend what the first one says, or set opd.on_failed_sample=drop_opd",
+            "" if first is None else str(first),
+        )
     train_metrics = trainer.update(rows)
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, tasks, team.roster.student.tokens.eos_ids),
+        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,

@@ -1,7 +1,9 @@
 """Many methods over many seeds from one base configuration: a suite, which can be stopped and gone on with at any time.
 
 A method is written `name:number:idx`, as launch scripts of TA-OPD write it: `teachability:0.10:20`. For distillation methods
-(any selector or alias of `opd.selection.selector`) the number is the share of tokens that is kept. For tandem methods it is
+(any selector or alias of `opd.selection.selector`, a name of the published scripts (`METHOD_NAMES`), or a selector of one's
+own, `module:attribute`) the number is the share of tokens that is kept; `pure_opd` and its names keep all, whatever the number,
+as published. For tandem methods it is
 `tandem.prob_senior`: `solo_grpo:1.0:10`, `tandem_word:0.5:20`, `tandem_sentence`, `tandem_bernoulli`, `tandem_chunk`,
 `tandem_alternating` (the last two always alternate: 0.5). `idx` names the method for good.
 
@@ -18,22 +20,38 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from filelock import FileLock
 
 from slime_tandem.config import RunConfig, SelectorName
+from slime_tandem.config.load import load_yaml
 from slime_tandem.errors import ConfigError, RunDirError
+from slime_tandem.extensions import is_own
 from slime_tandem.report.comparison import MAPPING, MAPPING_COLUMNS, read_mapping
 from slime_tandem.report.run_folder import disk_errors, replace_file, require_same_settings
 from slime_tandem.report.summary import summarise
 from slime_tandem.strategies import STRATEGIES
 
-_ENTRY = re.compile(r"([a-z0-9_]+):([0-9.]+):([0-9]{1,6})")
+_ENTRY = re.compile(r"([A-Za-z0-9_.:]+):([0-9.]+):([0-9]{1,6})")
 _SELECTORS = tuple(n for part in get_args(SelectorName) for n in (get_args(part) or (part,)))
 _TANDEM = ("solo_grpo", *(f"tandem_{s}" for s in STRATEGIES))
+METHOD_NAMES: dict[str, SelectorName] = {
+    **dict.fromkeys(("full_opd", "none"), "pure_opd"),
+    **dict.fromkeys(("teachability_high", "dlearn"), "teachability"),
+    **dict.fromkeys(("entropy_teachability", "ta_softor", "dlearn_entropy"), "teachability_entropy"),
+    **dict.fromkeys(("teachability_entropy_split", "entropy_teachability_split", "ta_split"), "split_budget_ca"),
+    **dict.fromkeys(("high_d", "raw_d"), "divergence"),
+    "high_entropy": "entropy",
+    "high_c": "compatibility",
+    "tip_softor": "tip",
+    "q3_highC": "q3_highc",
+    "q3_teachability_high": "q3_dlearn_high",
+    "q3_teachability_low": "q3_dlearn_low",
+}
+"""Further names that TA-OPD's scripts and flags take, and the selector of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +68,11 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Read `name:number:idx`; raises ConfigError for another form or an unknown method."""
+        """Read `name:number:idx`; raises ConfigError for another form or an unknown method.
+
+        >>> Method.parse("full_opd:0.3:10"), Method.parse("my.module:best:0.1:20").selector
+        (Method(name='full_opd', number=1.0, idx=10), 'my.module:best')
+        """
         found = _ENTRY.fullmatch(text)
         try:
             number = float(found[2]) if found else 0.0
@@ -60,12 +82,24 @@ class Method:
             raise ConfigError(
                 "METHOD_LIST", text, "entries method:ratio:idx", "e.g. teachability:0.10:20, separated by blanks"
             )
-        names = [*_SELECTORS, *_TANDEM]
-        if found[1] not in names:
+        names = [*_SELECTORS, *METHOD_NAMES, *_TANDEM]
+        if found[1] not in names and not is_own(found[1]):
             close = difflib.get_close_matches(found[1], names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "choose one of these"
-            raise ConfigError("METHOD_LIST", found[1], f"a method among {', '.join(names)}", hint)
-        return cls(found[1], number, int(found[3]))
+            expected = f"a method among {', '.join(names)}, or a selector of your own as module:attribute"
+            raise ConfigError("METHOD_LIST", found[1], expected, hint)
+        method = cls(found[1], number, int(found[3]))
+        return replace(method, number=1.0) if method.keeps_all else method
+
+    @property
+    def selector(self) -> str:
+        """Of a distillation method: what `opd.selection.selector` is set to."""
+        return METHOD_NAMES.get(self.name, self.name)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it distils on every token, so that it has no number."""
+        return self.selector in ("full", "pure_opd")
 
     def overrides(self, top_k: int) -> list[str]:
         """The settings that make the base configuration this method's; `top_k`: length of the lists for selectors.
@@ -76,8 +110,12 @@ class Method:
         ['tandem.enabled=true', 'tandem.selection_strategy=word', 'tandem.prob_senior=0.25']
         """
         if self.name not in _TANDEM:
-            out = ["opd.enabled=true", f"opd.selection.selector={self.name}", f"opd.selection.ratio={self.number:.15g}"]
-            return out if self.name in ("full", "pure_opd") else [*out, f"opd.selection.top_k={top_k}"]
+            out = [
+                "opd.enabled=true",
+                f"opd.selection.selector={self.selector}",
+                f"opd.selection.ratio={self.number:.15g}",
+            ]
+            return out if self.keeps_all else [*out, f"opd.selection.top_k={top_k}"]
         out = ["opd.enabled=false", "objective.reward_coef=1.0"]
         strategy = self.name.removeprefix("tandem_")
         drawn = strategy in STRATEGIES and not STRATEGIES[strategy].alternates
@@ -92,8 +130,8 @@ class Method:
 
 
 def parse_methods(text: str) -> list[Method]:
-    """Methods of a list separated by blanks; raises ConfigError for an empty list and an idx that stands twice."""
-    methods = [Method.parse(entry) for entry in text.split()]
+    """Methods of a list separated by blanks or commas; raises ConfigError for an empty list and an idx that stands twice."""
+    methods = [Method.parse(entry) for entry in text.replace(",", " ").split()]
     if not methods:
         raise ConfigError("METHOD_LIST", text, "at least one method:ratio:idx", "e.g. pure_opd:1.0:10")
     for method in methods:
@@ -123,9 +161,27 @@ class Suite:
 
     def settings(self, method: Method, seed: int) -> list[str]:
         """All overrides of one run."""
-        name = f"{method.idx:03d}-{method.name}-{method.number:.15g}-seed{seed}"
+        called = method.name.replace(":", ".")
+        name = f"{method.idx:03d}-{called}-{method.number:.15g}-seed{seed}"
         own = [f"name={name}", f"runs_dir={json.dumps(str(self.folder))}", f"seed={seed}"]
-        return [*self.overrides, *method.overrides(self.top_k), *own]
+        return [*self._of_method(method, name), *method.overrides(self.top_k), *own]
+
+    def _of_method(self, method: Method, run: str) -> list[str]:
+        """The user's overrides, without those that say how tokens are selected where a method selects none or by other rules.
+
+        An absolute `opd.token_bank_dir` is a folder with one of each run.
+        """
+        left_out: list[str] = []
+        if method.name in _TANDEM:
+            left_out = ["opd.selection.", "opd.token_bank_"]
+        elif method.keeps_all:
+            left_out = ["opd.selection."]
+        elif method.selector != "split_budget_ca" and not is_own(method.selector):
+            left_out = ["opd.selection.gamma="]
+        if method.selector != "random":
+            left_out.append("opd.selection.mask_seed=")
+        kept = [o for o in self.overrides if not o.startswith(tuple(left_out))]
+        return [_bank_of(o, run) if o.startswith("opd.token_bank_dir=") else o for o in kept]
 
     def runs(self) -> list[tuple[Method, int, RunConfig]]:
         """Every run, seed by seed, so that a suite that was stopped compares all methods on the seeds it has."""
@@ -134,6 +190,12 @@ class Suite:
             for seed in self.seeds
             for method in self.methods
         ]
+
+
+def _bank_of(override: str, run: str) -> str:
+    folder = load_yaml(override.partition("=")[2])
+    own = isinstance(folder, str) and Path(folder).is_absolute()
+    return f"opd.token_bank_dir={json.dumps(str(Path(folder) / run))}" if own else override
 
 
 def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None] = print) -> None:

@@ -258,6 +258,6 @@ def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
         raise ModelError("model folder", str(path), "a folder with config.json", "give a local Hugging Face folder")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers checks some fields in its own ways, and stumbles over others
         problem = " ".join(str(error).split())
         raise ModelError(str(path / "config.json"), problem, "a config that transformers loads", "mend it") from error

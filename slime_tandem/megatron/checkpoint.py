@@ -6,8 +6,8 @@ A checkpoint is a folder in Megatron's `torch_dist` format plus `state.json`, wr
 It is made beside its place under a hidden name and renamed, so a folder under its real name is whole.
 
 Pickles: `common.pt` (empty) and the tensors are read by torch with `weights_only=True`; `.metadata` is a plain pickle which
-Megatron hands to `pickle.load`. It is read here first by an unpickler that knows only the classes such an index is made of,
-and a file that names anything else is refused unread. The digests show damage, not malice.
+Megatron hands to `pickle.load`. It is read here first, as data (`tensor_index.py`), and a file with anything that has no place
+in an index is refused before Megatron sees it. The digests show damage, not malice.
 
 It knows no model and no optimizer (`policy.py` describes its tensors), nor other people's checkpoints (`torch_dist.py`).
 """
@@ -20,22 +20,26 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_tandem.errors import CheckpointError
-from slime_tandem.megatron.core import CheckpointingException, SynchronousTorchDistSave, dist_checkpointing
-from slime_tandem.megatron.torch_dist import IndexUnpickler
+from slime_tandem.files import is_file_name, parse_json, record_of
+from slime_tandem.megatron.core import SynchronousTorchDistSave, dist_checkpointing
+from slime_tandem.megatron.tensor_index import read_index
 
 _STATE, _FORMAT = "state.json", "slime_tandem checkpoint 1"
+_STEP = re.compile(r"step-([0-9]{6,})")
 _MEGATRON_FILES = frozenset({"metadata.json", "common.pt", ".metadata"})
 _IO_ERRORS = (OSError, RuntimeError, pickle.UnpicklingError)  # RuntimeError: torch's zip files
 
@@ -49,14 +53,30 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The steps after which a checkpoint was written, by its folder's name; None for any other folder.
+
+    >>> step_of(Path("checkpoints/step-000020")), step_of(Path("checkpoints/step-old"))
+    (20, None)
+    """
+    named = _STEP.fullmatch(folder.name)
+    return int(named[1]) if named else None
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted((p for p in folder.glob("step-*") if step_of(p) is not None), key=lambda p: step_of(p) or 0)
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run, or None."""
-    return max(folder.glob("step-*"), default=None)
+    found = checkpoints_of(folder)
+    return found[-1] if found else None
 
 
 def drop_older(folder: Path, keep: int) -> None:
     """Delete all checkpoints of a run but the newest `keep`. Raises OSError."""
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    for old in checkpoints_of(folder)[:-keep]:
         shutil.rmtree(old)
 
 
@@ -81,7 +101,10 @@ def read_tensors(folder: Path, wanted: dict[str, Any], files: set[str]) -> dict[
     _check_index(folder, files)
     try:
         return load_sharded(wanted, folder)
-    except (TorchCheckpointException, CheckpointingException, *_IO_ERRORS) as error:
+    except (
+        TorchCheckpointException,
+        Exception,
+    ) as error:  # torch's is a BaseException; Megatron's and torch's readers stumble over other things at each damage
         raise unusable(folder, _reason(error), "the tensors of this model") from error
 
 
@@ -134,11 +157,18 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def _unwritable(target: Path, error: BaseException) -> CheckpointError:
-    for link in _chain(error):
-        if os.strerror(errno.ENOSPC) in str(link):
-            remedy = "free some space, then run again to resume"
-            return CheckpointError(str(target), _reason(link), "room on the disk", remedy)
+    if disk_is_full(target.parent) or any(os.strerror(errno.ENOSPC) in str(link) for link in _chain(error)):
+        remedy = "free some space, then run again to resume"
+        return CheckpointError(str(target), os.strerror(errno.ENOSPC), "room on the disk", remedy)
     return CheckpointError(str(target), _reason(error), "a folder that can be written", "check its parent folder")
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Whether nothing more fits beside a folder: torch's and safetensors' writers do not say why they failed."""
+    try:
+        return shutil.disk_usage(folder).free < 2**14
+    except OSError:
+        return False
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -182,21 +212,39 @@ def unusable(path: Path, found: str, expected: str) -> CheckpointError:
     )
 
 
-def read_state(path: Path) -> dict[str, Any]:
+class State(BaseModel):
+    """`state.json`. `step`: updates done; `files`: the SHA-256 of every other file; `extra`: the caller's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    format: Literal["slime_tandem checkpoint 1"]
+    step: int = Field(ge=0)
+    trainable: bool
+    architecture: dict[str, Any]
+    extra: dict[str, Any]
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+
+    @field_validator("files")
+    @classmethod
+    def _are_the_folders(cls, files: dict[str, str]) -> dict[str, str]:
+        strange = [name for name in files if not is_file_name(name) or name == _STATE]
+        if strange or not files.keys() >= _MEGATRON_FILES:
+            raise ValueError(f"names of files of this folder, {', '.join(sorted(_MEGATRON_FILES))} among them")
+        return files
+
+
+def read_state(path: Path) -> State:
     """`state.json` of a checkpoint whose files are all there and undamaged. Raises CheckpointError for any other folder."""
     if not path.is_dir():
         raise unusable(path, "no such folder", "a checkpoint folder")
     try:
-        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        found_format, files = state["format"], state["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state = record_of(State, parse_json((path / _STATE).read_bytes()))
+    except (OSError, ValueError) as error:
         raise unusable(
             path, f"unreadable {_STATE} ({_reason(error)})", "a whole checkpoint written by slime_tandem"
         ) from error
-    if found_format != _FORMAT or not files.keys() >= _MEGATRON_FILES:
-        raise unusable(path, f"format {found_format!r}", f"format {_FORMAT!r}")
-    for name, digest in files.items():
-        if Path(name).name != name or not (path / name).is_file():
+    for name, digest in state.files.items():
+        if not (path / name).is_file():
             raise unusable(path, f"no file {name}", "every file that was written")
         if file_sha256(path / name) != digest:
             raise unusable(path, f"damaged file {name}", "files as they were written")
@@ -205,17 +253,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def _check_index(path: Path, files: set[str]) -> None:
     """Refuse a `.metadata` that is more than an index of tensors in this folder's files."""
-    try:
-        with (path / ".metadata").open("rb") as file:
-            index = IndexUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise unusable(path, f"unsafe or damaged .metadata ({_reason(error)})", "an index of tensors") from error
-    if not isinstance(index, Metadata):
-        raise unusable(path, f"a {type(index).__name__} in .metadata", "an index of tensors")
-    for key, entry in index.state_dict_metadata.items():
+    index = read_index(path)
+    if index.others:
         # Entries of other kinds are unpickled without restraint by torch (distributed/checkpoint/default_planner.py:387).
-        if not isinstance(entry, TensorStorageMetadata):
-            raise unusable(path, f"{type(entry).__name__} for {key} in .metadata", "tensors only")
-    for info in index.storage_data.values():
-        if info.relative_path not in files:
-            raise unusable(path, f".metadata points to {info.relative_path}", "files of this folder")
+        raise unusable(path, f"an object under {index.others[0]} in .metadata", "tensors only")
+    for key, entry in index.tensors.items():
+        if entry.dtype != torch.float32:
+            raise unusable(path, f"{entry.dtype} for {key} in .metadata", "torch.float32")
+    for place in index.places.values():
+        if place.file not in files:
+            raise unusable(path, f".metadata points to {place.file}", "files of this folder")

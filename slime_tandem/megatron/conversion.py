@@ -21,19 +21,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
-from slime_tandem.files import whole_file
+from slime_tandem.files import read_json, record_of, whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
-from slime_tandem.megatron.checkpoint import file_sha256, fsync, load_sharded
+from slime_tandem.megatron.checkpoint import disk_is_full, file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
 from slime_tandem.megatron.policy import COMPANIONS, MegatronPolicy, described_parameters
+from slime_tandem.megatron.recorded import KEY, differences, recorded, untold, with_told
 from slime_tandem.megatron.torch_dist import (
     TRACKER,
     Piece,
@@ -54,6 +56,8 @@ from slime_tandem.models.weight_files import hf_weight_files, require_listed, re
 Say = Callable[[str], None]
 _MOE_HINTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The same: what is carried over bit for bit. Anything else (8 bits, integers) means nothing without scales beside it."""
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 VERIFY_NATS = 1e-3
 """Largest difference of log-probs, in nats, between both sides that `--verify` takes for rounding (float32, other kernels)."""
@@ -130,6 +134,8 @@ class HfWeights:
     def __init__(self, folder: Path) -> None:
         self.files, listed = hf_weight_files(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        """As safetensors names them."""
         self.sizes: dict[str, int] = {}
         """Bytes of each weight."""
         self._file: dict[str, Path] = {}
@@ -139,6 +145,7 @@ class HfWeights:
                     require_once(file, name, self._file)
                     stored = weights.get_slice(name)
                     self.shapes[name] = tuple(stored.get_shape())
+                    self.dtypes[name] = stored.get_dtype()
                     self.sizes[name] = _count(self.shapes[name]) * _ITEM_SIZES.get(stored.get_dtype(), 4)
                     self._file[name] = file
         require_listed(folder, listed, self.shapes)
@@ -174,13 +181,16 @@ def _to_torch_dist(job: Job, say: Say) -> Path:
             )
     check_names_and_shapes(shapes, hf_shapes(arch))
     recipes = megatron_recipes(arch)
-
-    def make(name: str) -> torch.Tensor:
-        parts = [weights.read(source) for source in recipes[name].sources]
-        kinds = sorted({str(part.dtype) for part in parts})
+    for name, recipe in recipes.items():  # before anything is written
+        kinds = sorted({weights.dtypes[source] for source in recipe.sources})
+        if not set(kinds) <= set(_ITEM_SIZES):
+            expected = f"one of {', '.join(_ITEM_SIZES)}, which are carried over bit for bit"
+            raise ModelError(f"dtype of {recipe.sources[0]}", kinds, expected, "save the model in bfloat16 first")
         if len(kinds) > 1:
             raise ModelError(f"weights of {name}", kinds, "one dtype, they become one tensor", "cast the model first")
-        return recipes[name].make(parts)
+
+    def make(name: str) -> torch.Tensor:
+        return recipes[name].make([weights.read(source) for source in recipes[name].sources])
 
     sizes = {name: sum(weights.sizes[source] for source in recipe.sources) for name, recipe in recipes.items()}
     groups = {f"__{n}_0.distcp": names for n, names in enumerate(_grouped(sizes, job.max_file_bytes))}
@@ -204,6 +214,7 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
     arch = _architecture(job.like)
     reader = TorchDistReader(inner)
     recipes, shapes = hf_recipes(arch), hf_shapes(arch)
+    _require_the_function_of(arch, inner, job.like, say)
     padded = _require_weights_of(arch, reader, job.like, say)
 
     cached: dict[str, torch.Tensor] = {}
@@ -220,6 +231,9 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     dtypes = {name: reader.dtype(recipe.sources[0]) for name, recipe in recipes.items()}
+    if strange := [name for name, dtype in dtypes.items() if dtype not in _DTYPES]:
+        found, expected = f"{dtypes[strange[0]]} of {strange[0]}", ", ".join(map(str, _DTYPES))
+        raise CheckpointError(f"checkpoint {inner}", found, f"one of {expected}", "save it in bfloat16")
     sizes = {name: _count(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     groups = _grouped(sizes, job.max_file_bytes)
     names = ["model.safetensors"]
@@ -239,6 +253,16 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
             _write_json(work.folder / "model.safetensors.index.json", index)
         _write_companions(work.folder, job.like, dtypes["model.embed_tokens.weight"])
     return job.output
+
+
+def _require_the_function_of(arch: Architecture, inner: Path, like: Path, say: Say) -> None:
+    """Refuse a `like` that computes another function from the same shapes; say what the checkpoint does not tell."""
+    told = recorded(inner)
+    for name, theirs, ours in differences(arch, told):
+        field = f"checkpoint {inner} {name}"
+        raise CheckpointError(field, theirs, f"{ours!r}, as in {like}", "name the model that it came from with --like")
+    if missing := untold(told):
+        say(f"not compared with {like}: {', '.join(missing)}, of which the checkpoint says nothing")
 
 
 def _require_weights_of(arch: Architecture, reader: TorchDistReader, like: Path, say: Say) -> frozenset[str]:
@@ -296,7 +320,13 @@ def _common(arch: Architecture) -> dict[str, Any]:
         no_save_rng=True,
     )
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": metadata,
+        KEY: arch.as_json(),
+    }
 
 
 def _architecture(folder: Path) -> Architecture:
@@ -374,6 +404,31 @@ def _found(module: str) -> bool:
         return False
 
 
+class _Told(BaseModel):
+    """A `Piece`."""
+
+    model_config = ConfigDict(extra="forbid")
+    parameter: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    dtype: str
+    offset: int = Field(ge=0)
+    length: int = Field(ge=1)
+
+
+class _Done(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    sha256: str
+    told: list[_Told]
+
+
+class _Record(BaseModel):
+    """`progress.json`: what is converted, and the files that are finished."""
+
+    model_config = ConfigDict(extra="forbid")
+    plan: list[Any]
+    done: dict[str, _Done]
+
+
 class _Work:
     """The hidden folder in which an output is made, with a record of finished files; takes the output's place at the end."""
 
@@ -400,11 +455,11 @@ class _Work:
         except OSError as error:
             raise ConfigError.of_os_error(self._job.output, error) from None
         try:
-            old = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            old = record_of(_Record, read_json(self._file))
+        except (OSError, ValueError):  # not ours, or damaged: begun anew
             old = None
-        if isinstance(old, dict) and old.get("plan") == self._record["plan"] and isinstance(old.get("done"), dict):
-            self._record = old
+        if old is not None and old.plan == self._record["plan"]:
+            self._record = old.model_dump()
         else:
             if self.folder.exists():
                 self._say(f"starting anew: {self.folder} was made from another source or with other settings")
@@ -444,8 +499,8 @@ class _Work:
                 self._take_place()
             elif isinstance(error, OSError):
                 raise CheckpointError.of_os_error(self.folder, error) from error
-            elif isinstance(error, SafetensorError) or "inline_container" in str(error):
-                # What safetensors and torch's writer make of a full disk.
+            elif isinstance(error, SafetensorError) or "inline_container" in str(error) or disk_is_full(self.folder):
+                # What safetensors and torch's writer make of a full disk, or anything else on one.
                 reason = str(error).splitlines()[0]
                 raise CheckpointError(
                     str(self.folder), reason, "a disk that takes the files", "free space; the same command goes on"
@@ -503,8 +558,10 @@ def _write_json(path: Path, value: object) -> None:
 def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -> float:
     """Largest difference of log-probs, in nats, between transformers on `hf` and Megatron's GPTModel on `torch_dist`.
 
-    Both float32, on 2 x 48 ids. `by_megatron`: Megatron itself loads the folder; else `TorchDistReader` reads it (one whose
-    `common.pt` holds objects that only a Megatron installation can unpickle). Needs the memory of both models. Raises
+    Both float32, on 2 x 48 ids, each side by its own config: the Hugging Face folder by its config.json, the other by what it
+    states itself (`recorded`; where it states nothing, by that config.json, and that is said). `by_megatron`: Megatron itself
+    loads the folder; else `TorchDistReader` reads it (one whose `common.pt` holds objects that only a Megatron installation
+    can unpickle). Needs the memory of both models. Raises
     CheckpointError above `VERIFY_NATS`.
     """
     model = load_model(hf)
@@ -513,7 +570,9 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
     with torch.no_grad():
         reference = model(ids).logits.log_softmax(-1)
     ensure_initialized(seed=0)
-    policy = MegatronPolicy(build_model(model.config), model.config, hf, None)
+    told = recorded(torch_dist)
+    own = with_told(model.config, told)
+    policy = MegatronPolicy(build_model(own), own, hf, None)
     _fill(policy.model, torch_dist, arch, by_megatron=by_megatron)
     with torch.no_grad():
         logits = policy.logits(ids)
@@ -529,6 +588,8 @@ def verify(hf: Path, torch_dist: Path, *, by_megatron: bool, say: Say = print) -
             "report this, do not use them",
         )
     say(f"verified: log-probs differ by at most {difference:.1e} nats on {ids.numel()} tokens")
+    if missing := untold(told):
+        say(f"taken from {hf} on both sides: {', '.join(missing)}, of which {torch_dist} says nothing")
     return difference
 
 

@@ -47,7 +47,7 @@ with warnings.catch_warnings():
     # torch's own `utils/mkldnn.py` still uses TorchScript; it is imported through Megatron's dynamo use.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script", category=DeprecationWarning)
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -64,7 +64,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
-    "CheckpointingException",
     "GPTModel",
     "GroupedRowParallelLinear",
     "InverseFrequencyRope",

@@ -218,16 +218,15 @@ class MegatronPolicy:
         """
         path = Path(folder)
         state = read_state(path)
-        ours, theirs = self.architecture.as_json(), state["architecture"]
+        ours, theirs = self.architecture.as_json(), state.architecture
         for field in ours:
             if theirs.get(field) != ours[field]:
                 raise unusable(path, f"{field}={theirs.get(field)!r}", f"{field}={ours[field]!r}, as in this model")
-        if self.optimizer is not None and not state["trainable"]:
+        if self.optimizer is not None and not state.trainable:
             raise unusable(path, "no optimizer state in it", "the checkpoint of a trainable policy")
-        loaded = read_tensors(path, self._sharded_state(copied=True), set(state["files"]))
-        self._take(loaded, int(state["step"]))
-        extra: dict[str, Any] = state["extra"]
-        return extra
+        loaded = read_tensors(path, self._sharded_state(copied=True), set(state.files))
+        self._take(loaded, state.step)
+        return state.extra
 
     def _sharded_state(self, *, copied: bool) -> dict[str, Any]:
         # Megatron's own sharded description of its parameters, and of the moments after their parameters. Loading writes

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_tandem.errors import CheckpointError
 from slime_tandem.megatron.core import save_torch_dist_config
+from slime_tandem.megatron.tensor_index import read_index
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Beside the iterations of a Megatron checkpoint: a number, or `release`."""
@@ -41,51 +40,6 @@ _NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 _LAYERS = "decoder.layers."
-
-
-def enum_member(cls: Any, name: Any) -> Any:
-    """`getattr` for members of the index's one Enum; anything else that a pickle might ask of it is refused."""
-    if cls is not _MEM_FORMAT_ENCODING or name not in cls.__members__:
-        raise pickle.UnpicklingError(f"builtins.getattr of {cls!r} and {name!r} has no place in a tensor index")
-    return cls[name]
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Reads `.metadata`, an index of tensors, and nothing else.
-
-    `foreign`: an index that Megatron itself wrote, which also names other dtypes, and pickled objects (never read here).
-    """
-
-    def __init__(self, file: Any, *, foreign: bool = False) -> None:
-        super().__init__(file)
-        self._foreign = foreign
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: D102 - pickle's own method
-        allowed: dict[str, tuple[str, ...]] = {
-            "torch": ("Size", "float32"),
-            "torch.serialization": ("_get_layout",),
-            "torch.distributed.checkpoint.metadata": (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            ),
-            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-            "pathlib": ("PosixPath",),
-            "pathlib._local": ("PosixPath",),  # its home in Python 3.13
-        }
-        if self._foreign:
-            allowed["torch"] += ("bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")
-            allowed["torch.distributed.checkpoint.metadata"] += ("BytesStorageMetadata",)
-            allowed["collections"] = ("OrderedDict",)
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member  # how Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since)
-        if name not in allowed.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor index")
-        return super().find_class(module, name)
 
 
 def dist_key(parameter: str) -> tuple[str, int | None]:
@@ -121,32 +75,15 @@ class TorchDistReader:
     """Parameters of a `torch_dist` folder by the names of the local layer spec, one at a time.
 
     Chunks of any shape are put together, so a checkpoint of any parallel sizes is read; layers may be stacked under one key or
-    stand under keys of their own. Raises CheckpointError for a folder that is none, an index with anything but tensors' places,
-    a chunk outside of the folder, a hole or damage.
+    stand under keys of their own. Raises CheckpointError for no such folder, what `read_index` refuses, holes or damage.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            with (folder / ".metadata").open("rb") as file:
-                index = IndexUnpickler(file, foreign=True).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise _bad(folder, f"unsafe or damaged .metadata ({error})", "Megatron's index of tensors") from error
-        if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-            raise _bad(folder, f"a {type(index).__name__} in .metadata", "Megatron's index of tensors")
-        self._tensors = {k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-        self.others = tuple(sorted(k for k in index.state_dict_metadata if k not in self._tensors))
+        index = read_index(folder)
+        self._tensors, self._places = index.tensors, index.places
+        self.others = index.others
         """Keys of pickled objects (optimizer, random-number and Transformer Engine states), which are not read."""
-        self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {}
-        for at, place in index.storage_data.items():
-            if at.fqn in self._tensors:
-                if Path(place.relative_path).name != place.relative_path:
-                    raise _bad(folder, f".metadata points to {place.relative_path}", "files of this folder")
-                if getattr(place, "transform_descriptors", None):
-                    raise _bad(
-                        folder, f"{place.transform_descriptors} in .metadata", "tensors as torch.save writes them"
-                    )
-                self._places[at.fqn, tuple(at.offset or ())] = place
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -175,31 +112,33 @@ class TorchDistReader:
     def shape(self, parameter: str) -> tuple[int, ...]:
         """Shape of one parameter."""
         key, layer = self._place(parameter)
-        size = tuple(self._tensors[key].size)
+        size = self._tensors[key].size
         return size if layer is None else size[1:]
 
     def layers(self, parameter: str) -> int | None:
         """How many layers are stacked under this parameter's key; None where it has a key of its own."""
         key, layer = self._place(parameter)
-        return None if layer is None else int(self._tensors[key].size[0])
+        return None if layer is None else self._tensors[key].size[0]
 
     def dtype(self, parameter: str) -> torch.dtype:
         """Dtype of one parameter."""
-        return self._tensors[self._place(parameter)[0]].properties.dtype
+        return self._tensors[self._place(parameter)[0]].dtype
 
     def read(self, parameter: str) -> torch.Tensor:
         """One parameter, whole, on the CPU; reads the chunks that it overlaps and no others."""
         key, layer = self._place(parameter)
         entry = self._tensors[key]
-        size = tuple(entry.size)
+        size = entry.size
         if layer is not None and layer >= size[0]:
             raise _bad(self.folder, f"{size[0]} layers of {key}", f"layer {layer}, which the config has")
         low = [0] * len(size) if layer is None else [layer] + [0] * (len(size) - 1)
         high = list(size) if layer is None else [layer + 1, *size[1:]]
-        out = torch.empty([h - lo for lo, h in zip(low, high, strict=True)], dtype=entry.properties.dtype)
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(size):  # before room is made for it
+            raise _bad(self.folder, f"chunks that do not cover {key}", "chunks that cover it once")
+        out = torch.empty([h - lo for lo, h in zip(low, high, strict=True)], dtype=entry.dtype)
         filled = 0
         for chunk in entry.chunks:
-            begin, extent = tuple(chunk.offsets), tuple(chunk.sizes)
+            begin, extent = chunk.offsets, chunk.sizes
             inside = [
                 (max(lo, b), min(h, b + e)) for lo, h, b, e in zip(low, high, begin, extent, strict=True)
             ]  # in coordinates of the whole key
@@ -218,13 +157,15 @@ class TorchDistReader:
         if place is None:
             raise _bad(self.folder, f"no place for {key} at {offsets}", "every chunk in the index")
         try:
-            with (self.folder / place.relative_path).open("rb") as file:
+            with (self.folder / place.file).open("rb") as file:
                 file.seek(place.offset)
                 data = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise _bad(self.folder, f"{place.relative_path}: {str(error).splitlines()[0]}", "a whole file") from error
-        if not isinstance(data, torch.Tensor) or tuple(data.shape) != sizes:
-            raise _bad(self.folder, f"something else for {key} in {place.relative_path}", f"a tensor {sizes}")
+        except Exception as error:  # damaged bytes end in whatever torch's readers stumble over
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise _bad(self.folder, f"{place.file}: {why}", "a whole file") from error
+        dtype = self._tensors[key].dtype
+        if not isinstance(data, torch.Tensor) or tuple(data.shape) != sizes or data.dtype != dtype:
+            raise _bad(self.folder, f"something else for {key} in {place.file}", f"a tensor {sizes} of {dtype}")
         return data
 
 

@@ -48,10 +48,17 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
     Reads the config and the headers of the weight files, not the weights.
     """
     path = Path(folder)
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError:  # no file system has a name of such a length
+        found = False
+    if not found:
         raise ModelError(
             "model", str(folder), "an existing folder in Hugging Face format", "check the path; no hub is used"
         )
+    odd = next((file for file in sorted(path.iterdir()) if not file.is_file() and not file.is_dir()), None)
+    if odd is not None:  # reading a pipe or a device may never end
+        raise ModelError("model", str(odd), "regular files, no pipe, device, socket or broken link", "remove it")
     read_model_config(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
@@ -116,7 +123,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     why = "it holds something else"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # as transformers reads it: with NaN, the last of two keys
         found, why = None, str(error)
     if not isinstance(found, dict):
         raise ModelError("model", str(path), f"a file with one JSON object ({why})", "save the model again")

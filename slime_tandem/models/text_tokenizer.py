@@ -10,34 +10,46 @@ Ends of turn come from the folder's generation_config.json; a bare file is asked
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import ModelError
+from slime_tandem.files import parse_json
 from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.chat import Chat
 from slime_tandem.models.hf import load_tokenizer, read_json_object
-from slime_tandem.models.tokenizer import eos_ids_of
+from slime_tandem.models.tokenizer import ModelTokenizer, eos_ids_of
 from slime_tandem.tokens.token_bytes import (
     ROLE_NAMES,
     TokenBytes,
     build_token_bytes,
     check_encoding,
     encode_exact,
+    prove,
 )
 from slime_tandem.tokens.vocabularies import parse_sentencepiece, parse_tekken
+from slime_tandem.turns import Markup
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """`tokens` and `encode` (plain text, no special token added or recognised); `end_of_turn` closes a turn, -1: none known."""
+    """`tokens` and `encode` (plain text, no special token added or recognised); `end_of_turn` closes a turn, -1: none known.
+
+    `chat`: the chat template, None: there is none, and ends of turn go by the names that tokens have.
+    """
 
     name: str
     tokens: TokenBytes
     encode: Callable[[str], list[int]]
     end_of_turn: int
+    chat: Chat | None = None
+
+    @property
+    def markup(self) -> Markup:
+        """What is known of its turns."""
+        return Markup(end=self.end_of_turn) if self.chat is None else self.chat.markup
 
     def show(self, token: int) -> str:
         """One token for the eye: its text, or the name of a special token."""
@@ -64,8 +76,11 @@ def load_text_tokenizer(name: str, cache_dir: Path, *, trust_remote_code: bool =
         )
     folder = resolve_model(name, cache_dir)
     hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if hf.chat_template:
+        t = ModelTokenizer.load(folder, trust_remote_code=trust_remote_code)
+        return TextTokenizer(str(folder), t.tokens, t.encode, t.end_of_turn, t.chat())
     eos = eos_ids_of(folder, hf)
-    return _from_hf(str(folder), hf, eos, hf.eos_token_id)
+    return _from_hf(str(folder), hf, eos, None)
 
 
 def _from_hf(name: str, hf: Any, eos: frozenset[int], first: int | None) -> TextTokenizer:
@@ -109,7 +124,7 @@ def _sentencepiece(path: Path) -> TextTokenizer:
     data = path.read_bytes()
     tokens = parse_sentencepiece(data)
     processor = library.SentencePieceProcessor(model_proto=data)
-    tokens = check_encoding(tokens, processor.encode, path.name)
+    tokens = prove(check_encoding(tokens, processor.encode, path.name), processor.decode, path.name)
 
     def encode(text: str) -> list[int]:
         return encode_exact(tokens, processor.encode, text)
@@ -137,9 +152,9 @@ def sample_ids(tokenizer: TextTokenizer, text: str) -> Sequence[int]:
 def load_response(line: str, where: str) -> list[int]:
     """A JSON list of ids, for responses that no encoder would write; raises ModelError otherwise."""
     try:
-        ids = json.loads(line)
+        ids = parse_json(line)
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ValueError("not a list of whole numbers")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError(where, line[:60], f"a JSON list of token ids ({error})", "e.g. [1, 2, 3]") from None
     return ids

@@ -5,33 +5,34 @@ How tokens of two vocabularies correspond is `distill`'s.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_tandem.config import TextMarkers
 from slime_tandem.errors import ModelError, TokenizerMismatchError
+from slime_tandem.models.chat import Chat, Template, end_ids
 from slime_tandem.models.hf import language_config, load_tokenizer, read_json_object, read_model_config
+from slime_tandem.models.template_probe import LIMITS, MOST_CHARACTERS, is_bounded
 from slime_tandem.tokens.speller import Speller
-from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes, encode_exact
+from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.types import Message
 
-_MARK = "\u2063turn\u2063"
-"""Stands for an assistant's turn in `bridge`; no template strips or writes it."""
 
-_OURS = frozenset(
-    {
-        "chat_template",
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "conversation",
-        "padding",
-        "truncation",
-    }
-    | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)
-"""Parameters of `apply_chat_template` that are no variables of a template."""
+def _check_bounded(folder: Path, hf: Any) -> None:
+    """Raise ModelError for a chat template that does not come to an end, before it is rendered in this process."""
+    templates = hf.chat_template.values() if isinstance(hf.chat_template, Mapping) else [hf.chat_template]
+    variables = tuple(sorted((k, v) for k, v in hf.special_tokens_map.items() if isinstance(v, str)))
+    if not all(is_bounded(str(template), variables) for template in templates):
+        raise ModelError(
+            "chat template",
+            str(folder),
+            f"a template that renders a few short turns within {LIMITS.timeout_s:g} s, {LIMITS.memory_mib} MiB and "
+            f"{MOST_CHARACTERS} characters",
+            "mend chat_template.jinja or tokenizer_config.json",
+        )
 
 
 @dataclass(frozen=True)
@@ -44,69 +45,54 @@ class ModelTokenizer:
     folder: Path
     tokens: TokenBytes
     hf: Any
+    text_markers: TextMarkers = "escape"
+    _chats: dict[str, Chat] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> ModelTokenizer:
+    def load(
+        cls, folder: Path, *, trust_remote_code: bool = False, text_markers: TextMarkers = "escape"
+    ) -> ModelTokenizer:
         """Raises ModelError for a folder without a usable tokenizer, chat template or end-of-turn token."""
         hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if not hf.chat_template:
             raise ModelError("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
-        tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf)), hf)
-        tokenizer.render([Message("user", "probe")])  # a broken template is refused now, not in the middle of a run
+        _check_bounded(folder, hf)
+        # A broken template is refused now, not in the middle of a run.
+        ends = end_ids(Template(hf, str(folder)))
+        tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf, ends)), hf, text_markers)
+        _ = tokenizer.end_of_turn
         return tokenizer
 
-    def render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def chat(self, template_kwargs: Mapping[str, Any] | None = None) -> Chat:
+        """The chat template with these variables set; probed once. Raises ModelError as `Template` and `turns.probe`."""
+        key = json.dumps(template_kwargs or {}, sort_keys=True, default=repr)
+        if key not in self._chats:
+            template = Template(self.hf, str(self.folder), template_kwargs)
+            self._chats[key] = Chat(template, self.tokens, self.text_markers)
+        return self._chats[key]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
         """Prompt ids of the chat template, with the generation prompt; `template_kwargs` are variables of the template.
 
-        Raises ModelError if the template is broken or refuses these messages (some know no system role).
+        Raises ModelError as `Chat.render`.
         """
-        return list(self.hf.encode(self._template(messages, template_kwargs), add_special_tokens=False))
+        return self.chat(template_kwargs).render(messages, tools)
 
     def bridge(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """What the chat template puts from the end of an assistant turn over `messages` to the begin of the next one.
 
-        Rendered behind a made-up turn, so that a template that rewrites earlier turns (drops their thinking) changes
-        nothing. Raises ModelError as `render`, and for a template that does not write an assistant's turn out.
+        Raises ModelError as `Chat.bridge`.
         """
-        around = [Message("user", "probe"), Message("assistant", _MARK), *messages]
-        text = self._template(around, template_kwargs)
-        if text.count(_MARK) != 1:
-            raise ModelError(
-                "chat template",
-                str(self.folder),
-                "an assistant's turn written out once",
-                "use another template, or insert text without its messages",
-            )
-        return list(self.hf.encode(text.partition(_MARK)[2], add_special_tokens=False))
-
-    def _template(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> str:
-        turns = [m.as_dict() for m in messages]
-        taken = sorted(_OURS & (template_kwargs or {}).keys())
-        if taken:
-            raise ModelError(
-                "template_kwargs", taken, "variables of the chat template", "remove these, they are set by the caller"
-            )
-        try:
-            return str(
-                self.hf.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
-                )
-            )
-        except Exception as error:  # a template is a program: it raises what it likes
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            roles = ", ".join(m.role for m in messages)
-            raise ModelError(
-                "chat template",
-                str(self.folder),
-                f"a template that renders messages of these roles: {roles} ({why})",
-                "mend chat_template.jinja or tokenizer_config.json, or leave these roles out of the prompts",
-            ) from error
+        return self.chat(template_kwargs).bridge(messages)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: no special token or leading space is added, and no special token is recognised inside."""
-        return encode_exact(
-            self.tokens, lambda t: self.hf.encode(t, add_special_tokens=False, split_special_tokens=True), text
-        )
+        return self.chat().encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; bytes that are no UTF-8 show as U+FFFD, special tokens add nothing."""
@@ -124,18 +110,32 @@ class ModelTokenizer:
         return Speller(self.tokens, self.encode, self.end_of_turn, names)
 
     @property
+    def unlisted_ends(self) -> frozenset[int]:
+        """Ids that the chat template ends turns with and the model folder does not name: other servers write on there."""
+        return end_ids(self.chat().template) - _named_ends(self.folder, self.hf)
+
+    @property
     def end_of_turn(self) -> int:
-        """The end-of-turn id that the chat template itself writes, where there are several."""
-        eos = self.hf.eos_token_id
-        return eos if eos in self.tokens.eos_ids else min(self.tokens.eos_ids)
+        """The id that closes a turn by the chat template; raises ModelError as `Chat.end_of_turn`."""
+        return self.chat().end_of_turn
 
 
-def eos_ids_of(folder: Path, hf: Any) -> frozenset[int]:
-    """Ids that end a turn, from generation_config.json, else the tokenizer; raises ModelError if there is none."""
+def _named_ends(folder: Path, hf: Any) -> frozenset[int]:
+    try:
+        return eos_ids_of(folder, hf)
+    except ModelError:
+        return frozenset()
+
+
+def eos_ids_of(folder: Path, hf: Any, written: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Ids that end a turn: those `written` by the chat template, and those that generation_config.json names.
+
+    The tokenizer's `eos_token` only where there is neither. Raises ModelError if there is none.
+    """
     path = folder / "generation_config.json"
     eos = read_json_object(path).get("eos_token_id") if path.exists() else None
     if eos is None:
-        eos = hf.eos_token_id
+        eos = sorted(written) or hf.eos_token_id
     if eos is None:
         raise ModelError(
             "model folder", str(folder), "an end-of-turn token", "set eos_token_id in generation_config.json"
@@ -147,7 +147,7 @@ def eos_ids_of(folder: Path, hf: Any) -> frozenset[int]:
             raise ModelError(
                 "eos_token_id", i, f"ids of {folder}'s tokenizer, 0 to {size - 1}", "mend generation_config.json"
             )
-    return frozenset(ids)
+    return frozenset(ids) | written
 
 
 def require_rows(tokenizer: ModelTokenizer, *, special: bool = True) -> None:

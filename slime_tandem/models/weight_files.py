@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 
 from slime_tandem.errors import ModelError
+from slime_tandem.files import is_file_name, read_json, record_of
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, str] = Field(min_length=1)
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
@@ -27,15 +34,19 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
         if list(path.glob("*.bin")):
             remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
         raise ModelError("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy)
-    try:
-        weight_map: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew") from error
+    weight_map = _index(path).weight_map
+    files = sorted(set(weight_map.values()))
     for file in files:
-        if Path(file).name != file or not (path / file).is_file():
+        if not is_file_name(file) or not (path / file).is_file():
             raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
     return [path / file for file in files], frozenset(weight_map)
+
+
+def _index(path: Path) -> _Index:
+    try:
+        return record_of(_Index, read_json(path / _INDEX))
+    except (ValueError, OSError) as error:
+        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +68,8 @@ def stored_bytes(path: Path, of_float: int = 2) -> StoredBytes | None:
         return StoredBytes(sum(_bytes_of(file, of_float) for file in files), counted=True)
     if not (path / _INDEX).is_file():
         return None
-    try:
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-        shards = {path / name for name in index["weight_map"].values()}
-        total = index.get("metadata", {}).get("total_size")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(str(path / _INDEX), repr(error), "a safetensors index", "fetch it anew") from error
+    index = _index(path)
+    shards, total = {path / name for name in index.weight_map.values()}, index.metadata.get("total_size")
     if shards <= set(files):
         return StoredBytes(sum(_bytes_of(file, of_float) for file in sorted(shards)), counted=True)
     if isinstance(total, (int, float)) and not isinstance(total, bool) and total > 0:

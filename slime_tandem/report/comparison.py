@@ -14,14 +14,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from rich.table import Table
 from rich.text import Text
 
-from slime_tandem.errors import RunDirError
+from slime_tandem.errors import RunDirError, printable
+from slime_tandem.files import is_file_name, record_of
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.metrics import METRICS
 from slime_tandem.report.run_folder import replace_file
@@ -106,26 +108,45 @@ class SuiteResult:
         return [name for name in TITLES if any(m.after[name].n for m in self.methods)]
 
 
+class _MappingRow(BaseModel):
+    """A row of method_mapping.csv; names can be shown, `run` is a folder of the suite."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    idx: Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+    method: Annotated[str, Field(min_length=1, max_length=200)]
+    mask: Annotated[str, Field(min_length=1, max_length=200)]
+    ratio: Annotated[str, Field(pattern="^[0-9][0-9.e+-]{0,30}$")]
+    seed: Annotated[str, Field(pattern="^[0-9]{1,19}$")]
+    run: str
+
+    @field_validator("method", "mask", "run")
+    @classmethod
+    def _is_a_name(cls, value: str, info: ValidationInfo) -> str:
+        if not value.isprintable() or (info.field_name == "run" and not is_file_name(value)):
+            raise ValueError("a name")
+        return value
+
+
 def read_mapping(folder: Path) -> list[dict[str, str]]:
     """Rows of method_mapping.csv; raises RunDirError for a folder without one or with a damaged one."""
     path = folder / MAPPING
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RunDirError("suite", str(folder), f"a readable {MAPPING} ({error})", "give a suite's folder") from None
-    if not all(map(_is_whole, rows)):
-        raise RunDirError(str(path), "a row", f"the columns {', '.join(MAPPING_COLUMNS)}", "restore the file")
-    return rows
-
-
-def _is_whole(row: Mapping[str, str | None]) -> bool:
-    if set(row) != set(MAPPING_COLUMNS) or None in row.values():
-        return False
-    run = row["run"] or ".."
-    return bool(row["idx"] and row["idx"].isdecimal() and row["seed"] and row["seed"].isdecimal()) and (
-        run == Path(run).name and run != ".."  # a folder of this suite
-    )
+    try:
+        if list(reader.fieldnames or ()) != list(MAPPING_COLUMNS):
+            raise ValueError(f"the head {reader.fieldnames!r:.200}")
+        found = [record_of(_MappingRow, row).model_dump() for row in rows]
+        if len({row["run"] for row in found}) < len(found):
+            raise ValueError("a run that stands twice")
+    except ValueError as error:
+        expected = f"the columns {', '.join(MAPPING_COLUMNS)}"
+        raise RunDirError(str(path), str(error), expected, "restore the file") from None
+    return found
 
 
 def summarise_suite(folder: Path) -> SuiteResult:
@@ -226,7 +247,9 @@ def caption(suite: SuiteResult) -> str:
 
 def suite_table(suite: SuiteResult) -> Table:
     """For the terminal: one block of lines per metric."""
-    table = Table(title=suite.name, title_justify="left", caption=caption(suite), caption_justify="left")
+    table = Table(
+        title=Text(printable(suite.name)), title_justify="left", caption=Text(caption(suite)), caption_justify="left"
+    )
     for heading in ("", "mean over seeds (95% interval)", "difference to the first"):
         table.add_column(heading, overflow="fold")
     for name in suite.metrics:

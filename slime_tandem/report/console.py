@@ -67,9 +67,9 @@ def final_table(summary: Summary) -> Table:
     """The run's result, its control beside it: held-out evaluation before and after, and seconds per step."""
     parts = [summary["run"]] + ([summary["control"]] if summary["control"] else [])
     table = Table(
-        title=f"{summary['name']}: held-out prompts before → after {summary['run']['steps']} steps",
+        title=Text(f"{summary['name']}: held-out prompts before → after {summary['run']['steps']} steps"),
         title_justify="left",
-        caption=summary["verdict"]["text"],
+        caption=Text(summary["verdict"]["text"]),
         caption_justify="left",
     )
     table.add_column("", no_wrap=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from xml.sax import saxutils
 
+from slime_tandem.errors import printable
 from slime_tandem.report.curves import nice_ticks, short
 from slime_tandem.report.statistics import Estimate
 from slime_tandem.types import FloatArray
@@ -81,7 +82,7 @@ def document(title: str, parts: Sequence[Panel | Scatter], notes: Sequence[str],
         top += 16 * len(_wrap(note)) + 8
     body += _lines(conditions, top, "#555")
     top += 16 * len(_wrap(conditions))
-    name = escape(title)
+    name = _escaped(title)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top:.0f}" width="{_WIDTH}" height="{top:.0f}" '
         f'font-family="sans-serif" font-size="12" role="img"><title>{name}</title>'
@@ -92,7 +93,7 @@ def document(title: str, parts: Sequence[Panel | Scatter], notes: Sequence[str],
 
 def _lines(text: str, top: float, colour: str) -> Iterator[str]:
     for i, line in enumerate(_wrap(text)):
-        yield f'<text x="16" y="{top + i * 16:.0f}" fill="{colour}">{escape(line)}</text>'
+        yield f'<text x="16" y="{top + i * 16:.0f}" fill="{colour}">{_escaped(line)}</text>'
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:
@@ -103,7 +104,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 
 def _panel(panel: Panel, top: float) -> Iterator[str]:
     rows, reference = panel.dots, panel.reference
-    yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{escape(panel.title)}</text>'
+    yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{_escaped(panel.title)}</text>'
     ends = [x for r in rows for x in (r.estimate.low, r.estimate.value, r.estimate.high) if x is not None]
     at_x = None
     if ends:
@@ -124,9 +125,9 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
     for i, row in enumerate(rows):
         y = top + _HEAD + _ROW * (i + 0.5)
         e = row.estimate
-        yield f'<text x="{_LABELS - 10}" y="{y + 4:.0f}" text-anchor="end">{escape(row.label)}</text>'
+        yield f'<text x="{_LABELS - 10}" y="{y + 4:.0f}" text-anchor="end">{_escaped(row.label)}</text>'
         if e.value is None or at_x is None:
-            why = escape(_wrap(f"not defined: {e.reason}", 70)[0])
+            why = _escaped(_wrap(f"not defined: {e.reason}", 70)[0])
             yield f'<text x="{_LABELS}" y="{y + 4:.0f}" fill="#a02020">{why}</text>'
             continue
         if e.low is not None and e.high is not None:
@@ -137,12 +138,12 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
         between = "" if (e.low, e.high, e.reason) == (None, None, None) else f" ({whiskers(e)})"
         words = f"{row.label}: {number(e.value)}{between} {row.unit}".rstrip()
         circle = f'<circle cx="{at_x(e.value):.1f}" cy="{y:.1f}" r="4.5" fill="{row.colour}">'
-        yield f"{circle}<title>{escape(words)}</title></circle>"
+        yield f"{circle}<title>{_escaped(words)}</title></circle>"
         yield f'<text x="{_WIDTH - _RIGHT + 14}" y="{y + 4:.0f}" fill="#333">{number(e.value)}</text>'
 
 
 def _scatter(plot: Scatter, top: float) -> Iterator[str]:
-    yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{escape(plot.title)}</text>'
+    yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{_escaped(plot.title)}</text>'
     (x0, x1), (y0, y1) = _range(map(float, plot.x)), _range(map(float, plot.y))
     if plot.diagonal:
         x0 = y0 = min(x0, y0)
@@ -167,11 +168,16 @@ def _scatter(plot: Scatter, top: float) -> Iterator[str]:
     points = "".join("M{:.1f} {:.1f}h0".format(*at(float(x), float(y))) for x, y in zip(plot.x, plot.y, strict=True))
     style = 'stroke="#2563a8" stroke-width="3" stroke-linecap="round" stroke-opacity="0.35" fill="none"'
     yield f'<path d="{points}" {style}/>'
-    yield f'<text x="{(left + right) / 2:.0f}" y="{down + 32:.0f}" text-anchor="middle">{escape(plot.x_label)}</text>'
+    yield f'<text x="{(left + right) / 2:.0f}" y="{down + 32:.0f}" text-anchor="middle">{_escaped(plot.x_label)}</text>'
     middle = (up + down) / 2
     turn = f'transform="rotate(-90 20 {middle:.0f})"'
-    yield f'<text x="20" y="{middle:.0f}" text-anchor="middle" {turn}>{escape(plot.y_label)}</text>'
+    yield f'<text x="20" y="{middle:.0f}" text-anchor="middle" {turn}>{_escaped(plot.y_label)}</text>'
 
 
 def _wrap(text: str, width: int = 110) -> list[str]:
     return textwrap.wrap(text, width) or [""]
+
+
+def _escaped(text: str) -> str:
+    """Text as SVG may hold it: markup and control characters are shown, not obeyed."""
+    return saxutils.escape(printable(text))

@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from slime_tandem import __version__
-from slime_tandem.errors import RunDirError, TandemError
+from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
 from slime_tandem.report.run_folder import disk_errors, read_rows
@@ -377,7 +377,7 @@ def main() -> int:
     try:
         print(write_report(Path(sys.argv[1])))
     except TandemError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 1
     return 0
 

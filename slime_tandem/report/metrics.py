@@ -68,10 +68,38 @@ _TABLE = (
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
     _step("rollout/failed_samples", "samples", "sum over the step", "down", "responses that could not be written"),
+    _step(
+        "reward/timeouts",
+        "responses",
+        "sum over the step",
+        "down",
+        "responses whose scoring took longer than reward.timeout_s; their reward is 0",
+    ),
+    _step(
+        "reward/errors",
+        "responses",
+        "sum over the step",
+        "down",
+        "responses whose scoring went past another limit (memory, length, a process that died twice); their reward is 0",
+    ),
+    _step(
+        "rollout/text_markers",
+        "markers",
+        "sum over the step",
+        "down",
+        "control tokens typed by users, tools or environments (models.text_markers says what becomes of them)",
+    ),
     _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the senior wrote"),
     _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the junior wrote"),
     _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),
-    _step("tandem/tokens_per_sent", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
+    _step(
+        "tandem/tokens_per_sent",
+        "tokens",
+        "sample mean",
+        "none",
+        "tokens over changes of author plus one, of each response, as the authors' code has it",
+    ),
+    _step("tandem/tokens_per_stretch", "tokens", "ratio of sums", "none", "length of a stretch written by one author"),
     _step("tandem/requests_per_token", "requests", "ratio of sums", "down", "engine requests per response token"),
     _step("tandem/discarded_tokens", "tokens", "sum over the step", "down", "generated past a handoff and dropped"),
     _step(
@@ -94,10 +122,31 @@ _TABLE = (
         "fraction",
         "sample mean",
         "up",
-        "responses ended by the policy whose end carries a teacher value",
+        "sampled ends of turn that carry a teacher value (stop strings are none)",
     ),
     _step("opd/eos_kl", "nats", "sample mean", "down", "opd/teacher_kl of ends of turn alone"),
     _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
+    _step(
+        "opd/unread_roles",
+        "samples",
+        "sum over the step",
+        "down",
+        "of these: a message's role that the teacher's template does not show",
+    ),
+    _step(
+        "opd/unread_tools",
+        "samples",
+        "sum over the step",
+        "down",
+        "of these: tools or calls of tools that the teacher's template does not show",
+    ),
+    _step(
+        "opd/unread_template",
+        "samples",
+        "sum over the step",
+        "down",
+        "of these: the teacher's template refuses the messages, or does not write the turns out",
+    ),
     _step(
         "opd/unaligned_special",
         "tokens",
@@ -288,6 +337,10 @@ _TABLE = (
     _eval("eval/teacher_kl", "nats", "token mean", "down", "opd/teacher_kl on the held-out tandem responses"),
     _eval("eval/coverage", "fraction", "ratio of sums", "up", "opd/coverage on the held-out tandem responses"),
     _eval("eval/response_tokens_mean", "tokens", "sample mean", "none", "length of the held-out tandem responses"),
+    _eval(
+        "eval/reward_timeouts", "responses", "sum over the step", "down", "reward/timeouts of the held-out responses"
+    ),
+    _eval("eval/reward_errors", "responses", "sum over the step", "down", "reward/errors of the held-out responses"),
 )
 
 METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _TABLE})

@@ -27,7 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
-from slime_tandem.files import whole_file
+from slime_tandem.files import parse_json, whole_file
 from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
@@ -92,16 +92,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    row = parse_json(line, surrogates=True)
+                    if not isinstance(row, dict):
+                        raise ValueError("no object")
+                    if type(row.get("step")) is not int or row["step"] < 0:
+                        raise ValueError(f"step {row.get('step')!r:.60}")
+                    if not isinstance(row.get("phase", ""), str):
+                        raise ValueError(f"phase {row['phase']!r:.60}")
+                except ValueError as error:
                     raise RunDirError(
                         f"{path}:{number}",
                         line[:80].decode("utf-8", "replace"),
-                        "one JSON object with a `step`",
+                        f"one JSON object with a `step` ({error})",
                         "restore the file, or delete this line",
-                    )
+                    ) from None
                 yield row
     except FileNotFoundError:
         return
@@ -140,7 +144,8 @@ class RunWriter:
     run again are dropped. An evaluation at `resume_step` is of weights that the checkpoint holds: it stays, and writing
     the same (step, phase) again replaces it.
 
-    Raises RunDirError if a new run finds rows of an older one, or the folder cannot be written (full disk, rights).
+    Raises RunDirError if a new run finds rows of an older one, if a resumed one lacks rows of steps that are done, or if the
+    folder cannot be written (full disk, rights).
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
@@ -158,15 +163,28 @@ class RunWriter:
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
                     )
         else:
+            self._require_past(resume_step)
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
             _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
-            _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row["phase"] == "eval"))
+            _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
-        self._seen = {(row["step"], row["phase"]) for row in read_rows(self._evals)}
+        self._seen = {(row["step"], row.get("phase")) for row in read_rows(self._evals)}
         self._files: dict[Path, FileIO] = {}
         self._events = _EventFile(run_dir / "tb", purge_from=resume_step)
+
+    def _require_past(self, steps: int) -> None:
+        """A row for each step that the checkpoint has done: each was on the disk before the checkpoint was."""
+        there = [row["step"] for row in read_rows(self._metrics) if row["step"] < steps]
+        if there != list(range(steps)):
+            wrong = next(n for n, step in enumerate([*there, -1]) if step != n)
+            raise RunDirError(
+                str(self._metrics),
+                f"{len(there)} rows, the first that is missing or out of place is that of step {wrong}",
+                f"one row for each of the {steps} steps that the checkpoint has done, in order",
+                "restore the file, or resume from a checkpoint before it, or start again under another `name`",
+            )
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml. A resumed run must have the settings it was started with, else RunDirError."""
@@ -192,7 +210,7 @@ class RunWriter:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
         check_row(row, "eval")
         if (step, phase) in self._seen:
-            _keep_rows(self._evals, lambda old: (old["step"], old["phase"]) != (step, phase), self._files)
+            _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
         self._append(self._evals, [{"step": step, "phase": phase, **row}])
         self._seen.add((step, phase))
         self._events.scalars(step, row)
@@ -205,7 +223,7 @@ class RunWriter:
         for t in transcripts:
             _check_finite(t)
         if phase == "eval":
-            _keep_rows(self._transcripts, lambda old: (old["step"], old["phase"]) != (step, phase), self._files)
+            _keep_rows(self._transcripts, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
         self._append(self._transcripts, [{"step": step, "phase": phase, **_as_json(t)} for t in transcripts])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
-from slime_tandem.report.metrics import Row, Scope, row_keys
+from slime_tandem.report.metrics import METRICS, Row, Scope, row_keys
 from slime_tandem.report.run_folder import disk_errors, read_rows
 
 DASH = "–"
@@ -112,22 +112,36 @@ def load_rewards(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
 def _rows(path: Path, scope: Scope) -> tuple[Mapping[str, Any], ...]:
     rows = tuple(read_rows(path))
     for row in rows:
-        wrong = [name for name in row_keys(scope) if name not in row or not _is_value(row[name])]
+        wrong = [n for n in row_keys(scope) if n not in row or not _is_value(row[n], fraction=_is_fraction(n))]
         wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
         if wrong:
             raise RunDirError(
                 f"{path} step {row['step']}: {wrong[0]}",
                 row.get(wrong[0], "missing"),
-                "a name" if wrong[0] == "phase" else "a finite number or null",
+                "a name" if wrong[0] == "phase" else f"{_expected(wrong[0])} or null",
                 "restore the file, or delete this line",
             )
     return rows
 
 
-def _is_value(value: object) -> bool:
+_LARGEST = 1e100
+"""Of a measured value: sums and spans of such stay finite."""
+
+
+def _is_value(value: object, *, fraction: bool = False) -> bool:
     if value is None:
         return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -1e-6 <= value <= 1 + 1e-6 if fraction else abs(value) <= _LARGEST
+
+
+def _is_fraction(name: str) -> bool:
+    return METRICS[name].scope == "eval" and METRICS[name].unit == "fraction"
+
+
+def _expected(name: str) -> str:
+    return "a number in [0, 1]" if _is_fraction(name) else f"a number of at most {_LARGEST:g}"
 
 
 def run_label(config: RunConfig) -> str:

@@ -10,11 +10,14 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from slime_tandem.config import BoundaryClass, TandemConfig
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.extensions import is_own
+from slime_tandem.files import parse_json, record_of
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.strategies import STRATEGIES, Mark, find_strategy
 from slime_tandem.tokens.token_bytes import TokenBytes
@@ -232,40 +235,63 @@ class BoundaryRecord:
     def from_json(cls, text: str, name: str = "boundaries.json") -> BoundaryRecord:
         """Read `to_json` back. Raises DataError, with `name`, for anything else, an altered list of ids included."""
         try:
-            tree = json.loads(text)
-            ids = [
-                i for part in tree["ids"] for i in (range(part[0], part[1] + 1) if isinstance(part, list) else (part,))
-            ]
-            record = cls(
-                strategy=tree["strategy"],
-                classes=tuple(tree["classes"]),
-                source=tree["source"],
-                vocab_size=tree["vocab_size"],
-                fingerprint=tree["fingerprint"],
-                ids=frozenset(ids),
-                prob_senior=tree["prob_senior"],
-                cap=tree["cap"],
-                alternates=tree["alternates"],
-            )
-            sound = (
-                (record.strategy in STRATEGIES or is_own(record.strategy))
-                and set(record.classes) <= set(get_args(BoundaryClass))
-                and record.source in ("bytes", "config", "none")
-                and len(record.fingerprint) == 64
-                and 0.0 <= record.prob_senior <= 1.0
-                and (record.cap is None or (type(record.cap) is int and record.cap >= 1))
-                and isinstance(record.alternates, bool)
-                and ids == sorted(record.ids)
-                and all(0 <= i < record.vocab_size for i in ids)
-                and tree["count"] == len(ids)
-            )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            older = isinstance(error, KeyError) and error.args[0] in ("prob_senior", "cap", "alternates")
+            tree = record_of(_Written, parse_json(text))
+        except ValueError as error:
+            older = str(error) in (f"{field} is missing" for field in ("prob_senior", "cap", "alternates"))
             remedy = "go on with the version that wrote it, or start a new run" if older else "restore the file"
-            raise DataError(name, text[:40], f"a boundary record ({type(error).__name__}: {error})", remedy) from None
-        if not sound:
-            raise DataError(name, text[:40], "a boundary record as it was written", "restore the file")
-        return record
+            raise DataError(name, text[:40], f"a boundary record ({error})", remedy) from None
+        return cls(
+            strategy=tree.strategy,
+            classes=tuple(tree.classes),
+            source=tree.source,
+            vocab_size=tree.vocab_size,
+            fingerprint=tree.fingerprint,
+            ids=frozenset(tree.all_ids()),
+            prob_senior=tree.prob_senior,
+            cap=tree.cap,
+            alternates=tree.alternates,
+        )
+
+
+class _Written(BaseModel):
+    """`boundaries.json`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    strategy: str
+    classes: list[BoundaryClass]
+    source: Literal["bytes", "config", "none"]
+    vocab_size: int = Field(ge=0, le=2**24)
+    fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
+    prob_senior: float = Field(ge=0.0, le=1.0)
+    cap: int | None = Field(ge=1)
+    alternates: bool
+    count: int
+    ids: list[int | Annotated[list[int], Field(min_length=2, max_length=2)]]
+
+    @field_validator("strategy")
+    @classmethod
+    def _is_known(cls, strategy: str) -> str:
+        if strategy not in STRATEGIES and not is_own(strategy):
+            raise ValueError("a strategy")
+        return strategy
+
+    @model_validator(mode="after")
+    def _has_the_ids_that_were_written(self) -> Self:
+        if any(not 0 <= end < self.vocab_size for part in self.ids for end in _ends(part)):
+            raise ValueError(f"ids of a vocabulary of {self.vocab_size}")
+        ids = self.all_ids()
+        if len(ids) != self.count or _stretches(ids) != self.ids:
+            raise ValueError(f"count={self.count} ids, ascending, as they were written")
+        return self
+
+    def all_ids(self) -> list[int]:
+        """Every id of every stretch."""
+        return [i for part in self.ids for i in range(_ends(part)[0], _ends(part)[1] + 1)]
+
+
+def _ends(part: int | list[int]) -> tuple[int, int]:
+    return (part[0], part[1]) if isinstance(part, list) else (part, part)
 
 
 def _stretches(ids: Iterable[int]) -> list[int | list[int]]:

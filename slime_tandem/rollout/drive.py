@@ -5,6 +5,9 @@ responses that wait for it; that fixes which sequences an engine computes togeth
 
 A request that its engine refuses, or answers unusably after the client's repeats, fails its own sample: the result list holds a
 `FailedSample` with the reason in its place. An engine that cannot be reached, or serves other weights, stops the rollout.
+
+An answer that the engine aborted on its own (`finish_reason` abort, and nobody here wanted that) is a part of one: it is thrown
+away and asked for again, which gives the same tokens, and after `MOST_ABORTS` in a row the sample has failed.
 """
 
 from __future__ import annotations
@@ -15,8 +18,14 @@ from dataclasses import dataclass
 
 from slime_tandem.errors import EngineError, EngineUnavailableError, WeightVersionError
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
+from slime_tandem.rollout.answers import ROLE
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.types import JUNIOR, SENIOR, FailedSample, Message, TandemSample
+
+MOST_ABORTS = 3
+"""Answers to one request that its engine may abort."""
+Aborted = Callable[[], bool]
+"""Whether who asks for the responses wants them to end now: an aborted answer is then taken as it is."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,20 @@ async def write_one(
     *,
     senior_version: str | None = None,
     environment: Environment | None = None,
+    aborted: Aborted = lambda: False,
 ) -> TandemSample:
     """Write one response, free-running. `engines` maps SENIOR and JUNIOR to an engine.
 
-    Raises EngineError kinds of the engines, WeightVersionError if the senior serves other weights than `senior_version`.
+    With `aborted` the sample may be a part, with the finish reason abort, that `TandemWriter.resume` goes on with. Raises
+    EngineError kinds of the engines, WeightVersionError if the senior serves other weights than `senior_version`.
     """
+    aborts = 0
     while not writer.done:
         author, request = writer.next_request()
         (result,) = await engines[author].generate([request])
-        _check_version(author, result, senior_version)
-        await _accept(writer, result, environment)
+        if (aborts := _aborts(author, result, aborts, aborted)) == 0:
+            _check_version(author, result, senior_version)
+            await _accept(writer, result, environment)
     return writer.sample()
 
 
@@ -57,6 +70,7 @@ async def write_lockstep(
     *,
     senior_version: str | None = None,
     environment: Environment | None = None,
+    aborted: Aborted = lambda: False,
     on_round: Callable[[int], None] | None = None,
     on_finished: Callable[[int, TandemSample], None] | None = None,
 ) -> list[TandemSample | FailedSample]:
@@ -67,6 +81,7 @@ async def write_lockstep(
     EngineUnavailableError and WeightVersionError; other EngineErrors fail their own sample.
     """
     failed: dict[int, str] = {}
+    aborts = [0] * len(writers)
     while pending := [i for i, w in enumerate(writers) if not w.done and i not in failed]:
         waiting: dict[int, list[tuple[int, GenerateRequest]]] = {SENIOR: [], JUNIOR: []}
         for i in pending:
@@ -87,6 +102,9 @@ async def write_lockstep(
                 try:
                     if isinstance(result, EngineError):
                         raise result
+                    aborts[i] = _aborts(author, result, aborts[i], aborted)
+                    if aborts[i]:
+                        continue
                     _check_version(author, result, senior_version)
                     await _accept(writers[i], result, environment)
                 except WeightVersionError:
@@ -125,6 +143,20 @@ async def _accept(writer: TandemWriter, result: GenerateResult, environment: Env
             writer.insert(turn.ids, turn.messages)
         elif turn is not None:
             writer.insert(turn)
+
+
+def _aborts(author: int, result: GenerateResult, before: int, aborted: Aborted) -> int:
+    """How often in a row a request was aborted by its engine alone, this answer included; 0 for an answer that is taken."""
+    if result.finish_reason != "abort" or aborted():
+        return 0
+    if before + 1 < MOST_ABORTS:
+        return before + 1
+    raise EngineError(
+        f"{ROLE[author]} answer to {result.rid}",
+        f"aborted by its server, {MOST_ABORTS} times",
+        "an answer",
+        "look at that server's log (out of memory, a time limit, somebody else's abort)",
+    )
 
 
 def _check_version(author: int, result: GenerateResult, expected: str | None) -> None:

@@ -63,7 +63,7 @@ class WriterOptions:
     """The senior's vocabulary."""
     score_junior: bool = False
     """Also collect the senior's log-probs of the junior's tokens. They come with the senior's next request, and cost one
-    request of their own for a junior run at the end."""
+    request of their own for a junior run at the end: on two servers, and on a fused engine where the senior has not read it."""
     junior_text: JuniorText | None = None
     """The junior's view of this one response, needed where the junior has another tokenizer."""
     refuse_fallback: bool = False
@@ -72,14 +72,14 @@ class WriterOptions:
     """Ask for no more at once (a lockstep round then waits for no long run); None: for all that the author may write."""
     fused: bool = False
     """One engine holds both models and writes the rest of the response in one request. Who wrote what is recomputed here, and
-    the senior's log-probs come along where the temperature is 1."""
+    the senior's log-probs come along where the temperature is 1, all or, without `score_junior`, perhaps none."""
 
     def __post_init__(self) -> None:
         assert not (self.fused and self.junior_text is not None), "two tokenizers need two engines"
 
     @property
     def scores_junior(self) -> bool:
-        """Whether the sample gets the senior's log-probs of all tokens."""
+        """Whether the senior's log-probs of all tokens are collected: they were asked for, or may come for nothing."""
         return self.score_junior or (self.fused and self.sampling.temperature == 1.0)
 
 
@@ -176,7 +176,7 @@ class TandemWriter:
 
     @property
     def _needs_last_score(self) -> bool:
-        return self._finish != "abort" and self._lacks_scores
+        return self.options.score_junior and self._finish != "abort" and self._lacks_scores
 
     @property
     def _lacks_scores(self) -> bool:
@@ -285,7 +285,13 @@ class TandemWriter:
             return
         complete = self._take(author, result, authors)
         if author == SENIOR and self.options.scores_junior and t.scored == start:
-            t.score((result.senior_log_probs if self.options.fused else t.log_probs[start:])[: len(t) - start])
+            values: Sequence[float | None] = result.senior_log_probs if self.options.fused else t.log_probs[start:]
+            known: list[float] = []
+            for value in values[: len(t) - start]:
+                if value is None:  # what comes behind it may be there, and is asked for again with it
+                    break
+                known.append(value)
+            t.score(known)
         t.close_runs(start, result.weight_version)
         if author == JUNIOR and self.options.junior_text is not None:
             self.options.junior_text.commit(t.ids[start:], result.output_ids)
@@ -368,7 +374,7 @@ class TandemWriter:
         sample = self.transcript.sample(
             self._finish,
             "".join(m.content for m in self.chat if m.role == "assistant"),
-            scores=self.options.scores_junior and self._finish != "abort",
+            scores=self.options.scores_junior and self._finish != "abort" and not self._lacks_scores,
             kept=self.options.sampling.asks_kept_ids,
         )
         assert sample.authorship_mask == self.options.rule.authorship(

@@ -12,13 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from slime_tandem.config import ObjectiveConfig
 from slime_tandem.errors import DataError
+from slime_tandem.files import parse_json, read_text, record_of
 from slime_tandem.objective.kl import above_guard, adapted_coef, left_target
 
 logger = logging.getLogger(__name__)
 FILE = "slime_tandem_kl_coef.jsonl"
 """Beside slime's checkpoints: a line per rollout, `rollout_id` and the `kl_coef` behind its last update."""
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    rollout_id: int = Field(ge=0)
+    kl_coef: float = Field(ge=0)
 
 
 def kept_coef(folder: Path | None, rollout_id: int) -> float | None:
@@ -30,13 +39,15 @@ def kept_coef(folder: Path | None, rollout_id: int) -> float | None:
     if file is None or not file.exists():
         return None
     found = None
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(file, "kept KL coefficients").split("\n"), 1):
+        if not line:
+            continue
         try:
-            row = json.loads(line)
-            if int(row["rollout_id"]) == rollout_id:
-                found = float(row["kl_coef"])
-        except (ValueError, TypeError, KeyError) as error:
-            expected = "an object with rollout_id and kl_coef"
+            row = record_of(_Kept, parse_json(line))
+            if row.rollout_id == rollout_id:
+                found = row.kl_coef
+        except ValueError as error:
+            expected = f"an object with rollout_id and kl_coef ({error})"
             raise DataError(f"{file}, line {number}", line[:80], expected, "remove the line") from error
     return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime_tandem.errors import DataError
 from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks.settings import settings
 
 
 class MessagesDataSource:
@@ -33,7 +34,7 @@ class MessagesDataSource:
         from slime.utils.data import filter_long_prompt
         from slime.utils.processing_utils import load_tokenizer
 
-        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=settings(args).models.trust_remote_code)
         kwargs = args.apply_chat_template_kwargs or {}
         for sample in dataset.origin_samples:
             raw = sample.metadata.get(wire.MESSAGES, sample.prompt)

@@ -7,7 +7,9 @@ inside functions: this module loads without them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,22 +21,24 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import DataError
-from slime_tandem.objective.advantages import clip_advantages, group_advantages
+from slime_tandem.errors import DataError, EngineError
+from slime_tandem.objective.advantages import clip_advantages, group_advantages, reward_histograms
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
 from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+from slime_tandem.slime_hooks.refused import OUR_REWARD
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE, Parked
-from slime_tandem.tasks.answers import extract_answer, label_reward
-from slime_tandem.tasks.families import checked_reward, find_reward
+from slime_tandem.tasks.families import find_reward, quick_of, require_for_labels
+from slime_tandem.tasks.judging import Judge, Verdict, counted
 from slime_tandem.team.own_code import check_extensions
+from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
-from slime_tandem.types import ScoredSample
+from slime_tandem.types import Prompt, ScoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +85,38 @@ async def reward(args: Any, sample: Any, **_: Any) -> float:
     else a box) is the label, else 0.0.
 
     What the local runtime gives (a family's own scorer apart); generate uses it where no reward is named. The task is that of
-    number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. Raises ConfigError
-    and DataError as a `TaskSet`.
+    number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. It is scored outside of
+    the event loop, within the limits of `reward`; one past them gets 0.0 and is counted. Raises ConfigError and DataError as
+    a `TaskSet`.
     """
     tasks, index = settings(args).tasks, (sample.metadata or {}).get("spec")
     index = index if isinstance(index, int) and 0 <= index < len(tasks) else 0
-    own = find_reward(tasks[index], f"tasks.{index}")
-    if own is not None and tasks[index].reward != "label":
-        return checked_reward(own, wire.prompt_of(sample), sample.response, f"tasks.{index}")
-    answer = extract_answer(sample.response)
-    return 0.0 if answer is None or sample.label is None else label_reward(str(sample.label), answer)
+    label = None if sample.label is None else str(sample.label)
+    judge, by_label = _judge(settings(args), index)
+    if by_label and label is None:
+        return 0.0
+    prompt = Prompt(f"slime/{sample.group_index}", (), label, "slime") if by_label else wire.prompt_of(sample)
+    (verdict,) = await asyncio.to_thread(judge.verdicts, [(prompt, sample.response)])
+    if verdict.problem is not None:
+        sample.metadata = {**(sample.metadata or {}), wire.PROBLEM: verdict.problem}
+    return verdict.reward
+
+
+def check_rewards(args: Any, config: RunConfig) -> None:
+    """Raise ConfigError for a reward of ours that would fail at its first answer; nothing where slime's own is used."""
+    if getattr(args, "rm_type", None) is None and getattr(args, "custom_rm_path", None) in (None, OUR_REWARD):
+        for index in range(len(config.tasks)):
+            _judge(config, index)
+
+
+def _judge(config: RunConfig, index: int) -> tuple[Judge, bool]:
+    """(what scores the responses to a task, whether it compares them with labels). Raises ConfigError as a `TaskSet`."""
+    spec, where = config.tasks[index], f"tasks.{index}"
+    find_reward(spec, where)
+    if spec.reward is None:  # a family's own scorer knows more than slime's sample holds
+        spec = spec.model_copy(update={"reward": "label"})
+    require_for_labels(spec, where)
+    return Judge(spec, where, config.reward, quick_of(spec, None)), spec.by_label
 
 
 async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
@@ -106,11 +132,15 @@ def log_rollout(
 ) -> bool:
     """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
     args.logged_rollout_id = rollout_id  # for slime's contract tests; reward_post_process names it in our log, too
-    written = [s for s in samples if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None]
+    _leave_out(args, samples)  # slime's own log looks at every sample's reward
+    written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
-        eos = frozenset(s.sample.response_ids[-1] for s in scored if s.sample.finish_reason == "stop")
-        _report(args, rollout_id, {**response_metrics(scored), **teacher_metrics(scored, eos)})
+        ends, markers = wire.ends_of(written), wire.markers_of(written)
+        tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
+        by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
+        metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
     return False
 
 
@@ -118,11 +148,9 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
     """`--custom-eval-rollout-log-function-path`: who wrote what in co-written evaluation sets; slime logs their rewards."""
     args.logged_eval_rollout_id = rollout_id  # for slime's contract tests alone, which ask whether the hook ran
     for name, found in data.items():
-        written = [
-            s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and wire.failure_of(s) is None
-        ]
+        written = [s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
         if written:
-            metrics = response_metrics([_scored(s, args, settings(args)) for s in written])
+            metrics = {**response_metrics([_scored(s, args, settings(args)) for s in written]), **_past_limits(written)}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
     return False
 
@@ -130,19 +158,34 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
 def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
     """`--custom-reward-post-process-path`: (raw rewards, advantages), group-relative; fills each sample's channels.
 
-    The OPD mask is chosen over all samples at once. A sample that failed or is dropped takes no part; slime removes it. Samples
-    without log-probs get their advantages alone.
+    The OPD mask is chosen over all samples at once. A sample that failed (an aborted or empty one, too) or is dropped takes no
+    part; slime removes it. Samples without log-probs get their advantages alone. Groups are slime's, and those of one prompt
+    where slime names none. Raises EngineError for a failed sample where `sampling.on_failed_sample` is stop, and DataError for
+    a reward that is none and for a sample of no group and no prompt.
     """
     config = settings(args)
+    _leave_out(args, samples)
     raw = [_reward_of(s, args) for s in samples]
-    if all(s.rollout_log_probs is None for s in samples):  # nothing to carry: a trainer with our loss will say so
-        groups = [-1 if s.group_index is None else s.group_index for s in samples]
+    written = [s for s in samples if _unwritten(s) is None]
+    groups = wire.groups_of(written)
+    if (
+        all(s.rollout_log_probs is None for s in written) and written
+    ):  # nothing to carry: a trainer with our loss will say so
         o = config.objective
-        values, _ = group_advantages(raw, groups, o.scale_advantages, o.baseline)
-        return raw, clip_advantages(values, o.clip_advantages)[0].tolist()
-    written = [s for s in samples if wire.failure_of(s) is None]
-    scored = [_scored(s, args, config) for s in written]
-    rows, metrics = build_rows(scored, config)
+        values, _ = group_advantages([_reward_of(s, args) for s in written], groups, o.scale_advantages, o.baseline)
+        clipped = clip_advantages(values, o.clip_advantages)[0].tolist()
+        of = {id(s): value for s, value in zip(written, clipped, strict=True)}
+        for s in samples:
+            if id(s) not in of:
+                s.remove_sample, s.rollout_log_probs = True, None  # slime looks at the first sample's alone
+        return raw, [of.get(id(s), 0.0) for s in samples]
+    scored = [
+        replace(about, sample=replace(about.sample, group_id=group))
+        for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
+    ]
+    bank = TokenBank.of(config)
+    rollout_id = getattr(args, "logged_rollout_id", None)
+    rows, metrics = build_rows(scored, config, bank=bank and bank.write, rollout_id=rollout_id)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
@@ -161,15 +204,59 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         # As float32, so that the trainer can compare the two fields token for token.
         s.rollout_log_probs = getattr(s, wire.CARRIER)[:, wire.OLD].tolist()
     total = wire.checksum([getattr(s, wire.CARRIER) for s in samples], [s.index for s in samples])
-    rollout_id = getattr(args, "logged_rollout_id", None)
     logger.info(f"slime_tandem channels sent {rollout_id}: samples {len(samples)} check-sum {total:016x}")
     metrics["rollout/failed_samples"] = float(len(samples) - len(written))
     _report(args, rollout_id, metrics)
     return raw, list(advantages.values())
 
 
+def _unwritten(sample: Any) -> str | None:
+    """Why a sample holds no response to train on; None for one that does."""
+    status = type(sample).Status
+    if (reason := wire.failure_of(sample)) is not None:
+        return reason
+    if sample.status in (status.ABORTED, status.FAILED):
+        return f"the engine left it {sample.status.value}"
+    return None if sample.response_length else "an empty response"
+
+
+def _leave_out(args: Any, samples: Sequence[Any]) -> None:
+    """Make failures of aborted, failed and empty samples, and give them a reward where slime looks for one.
+
+    Raises EngineError, with the first one's reason, where `sampling.on_failed_sample` is stop.
+    """
+    failed = [(s, reason) for s in samples if wire.failure_of(s) is None and (reason := _unwritten(s)) is not None]
+    if failed and settings(args).sampling.on_failed_sample == "stop":
+        sample, reason = failed[0]
+        raise EngineError(
+            "samples that could not be written",
+            f"{len(failed)} of {len(samples)}",
+            "none, or some with sampling.on_failed_sample=drop_sample",
+            "mend what the first one says",
+            f"sample {sample.index}: {reason}",
+        )
+    for sample, reason in failed:
+        key = getattr(args, "reward_key", None)
+        prompt = sample.tokens[: len(sample.tokens) - sample.response_length] or [0]
+        wire.put_failure(sample, reason, prompt, prompt[-1])
+        if key:
+            sample.reward = {key: sample.reward}
+
+
 def _reward_of(sample: Any, args: Any) -> float:
-    return float(sample.reward[args.reward_key] if getattr(args, "reward_key", None) else sample.reward)
+    key = getattr(args, "reward_key", None)
+    try:
+        value = float(sample.reward[key] if key else sample.reward)
+    except (TypeError, ValueError, KeyError, IndexError):
+        value = math.nan
+    if not math.isfinite(value):
+        expected = "a finite number" + (f" under {key!r}" if key else "")
+        raise DataError(f"reward of sample {sample.index}", sample.reward, expected, "mend the reward function")
+    return value
+
+
+def _past_limits(samples: Sequence[Any]) -> dict[str, float]:
+    return counted([Verdict(0.0, (s.metadata or {}).get(wire.PROBLEM)) for s in samples])
 
 
 def _scored(sample: Any, args: Any, config: RunConfig) -> ScoredSample:
@@ -202,6 +289,7 @@ def megatron_init(args: Any) -> None:
 
     config = settings(args)
     check_extensions(config)
+    check_rewards(args, config)
     versions = {"torch": torch.__version__, "megatron.core": megatron.core.__version__, "numpy": numpy.__version__}
     logger.info(f"slime_tandem trainer: {versions}, opd.signal {config.opd.signal if config.opd.enabled else 'none'}")
 

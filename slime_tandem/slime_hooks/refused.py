@@ -118,8 +118,7 @@ def check_flags(args: Any, config: RunConfig, *, planned: bool = False) -> None:
 def scores_by_id(config: RunConfig) -> bool:
     """Whether servers are asked for the log-probs of given ids: lists of candidates that one side lacks."""
     opd = config.opd
-    by_lists = opd.selection.mask != "full" and opd.selection.missing_mass == "exact"
-    return opd.enabled and (by_lists or (opd.signal != "sampled" and opd.support != "teacher"))
+    return opd.enabled and (opd.selection.asks_cross or (opd.signal != "sampled" and opd.support != "teacher"))
 
 
 # ---- the rules, in the order in which they are held ----
@@ -253,6 +252,19 @@ _LOSS = (
 
 _OBJECTIVE = (
     Rule(
+        f"{KEY}.train.epochs_per_step",
+        "1 under slime: its trainer passes over a rollout once",
+        "set train.epochs_per_step=1; train.updates_per_step cuts a rollout into several updates",
+        wrong=lambda value, _: value != 1,
+    ),
+    Rule(
+        f"{KEY}.opd.teacher_temperature",
+        "1 under slime: SGLang scores given tokens at temperature 1 whatever it is asked (slime #2319)",
+        "set opd.teacher_temperature=1",
+        wrong=lambda value, _: value != 1,
+        when=lambda job: job.config.opd.enabled,
+    ),
+    Rule(
         f"{KEY}.objective.kl_in",
         "loss under slime: rewards are final, and centred by group, before the trainer scores anything",
         "set objective.kl_in=loss",
@@ -332,6 +344,13 @@ _ADVANTAGES = (
         "name it (tandem.enabled=false for the senior alone), or set opd.selection.missing_mass=rest",
         wrong=missing,
         when=lambda job: scores_by_id(job.config),
+    ),
+    Rule(
+        "--custom-rollout-log-function-path",
+        f"our log_rollout with {KEY}.opd.token_bank_dir: it says which rollout a bank is of",
+        "name it, or set opd.token_bank_dir=null",
+        wrong=missing,
+        when=lambda job: job.config.opd.enabled and job.config.opd.token_bank_dir is not None,
     ),
     Rule(
         "--custom-advantage-function-path",

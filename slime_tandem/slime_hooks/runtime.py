@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError
+from slime_tandem.models.chat import Chat
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.drive import write_one
@@ -69,6 +70,7 @@ class Runtime:
     engines: Mapping[int, Engine]
     panel: TeacherPanel | None
     aborted: Callable[[], bool]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     async def write(
         self, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool = False
@@ -101,7 +103,7 @@ class Runtime:
             for author, engine in self.engines.items()
         }
         try:
-            response = await write_one(writer, engines, environment=self.roster.environments)
+            response = await write_one(writer, engines, environment=self.roster.environments, aborted=self.aborted)
         except EngineUnavailableError:
             raise
         except EngineError as error:
@@ -110,6 +112,8 @@ class Runtime:
             wire.put_failure(sample, str(error), writer.prompt_ids, self.roster.student.end_of_turn)
             return
         wire.put_response(sample, response, junior_weight=self.roster.config.tandem.junior_token_loss_weight)
+        student = self.roster.student
+        wire.put_ends(sample, student.tokens.eos_ids, self._chat.markers_in(response))
 
     def _shared(self, engine: Engine) -> Engine:
         # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.
@@ -120,8 +124,24 @@ class Runtime:
         if sample.tokens:
             return list(sample.tokens)
         if isinstance(sample.prompt, str) and sample.prompt:
-            return list(self.roster.student.hf.encode(sample.prompt, add_special_tokens=False))
-        return self.roster.student.render(prompt.messages)
+            text = sample.prompt
+            if self._chat.text_markers != "allow" and self._chat.count_markers(prompt.messages):
+                messages = [m.as_dict() for m in prompt.messages]
+                if self._chat.template(messages, generation=True, tools=prompt.tools) != text:
+                    raise DataError(
+                        f"prompt of sample {sample.index}",
+                        text[:200],
+                        "its messages by the senior's template, as control tokens stand in them",
+                        "let slime render the prompts, or set models.text_markers=allow",
+                    )
+                return self._chat.render(prompt.messages, prompt.tools)
+            return list(self.roster.student.hf.encode(text, add_special_tokens=False))
+        return self._chat.render(prompt.messages, prompt.tools)
+
+    @property
+    def _chat(self) -> Chat:
+        """The senior's template, with the variables that slime renders prompts with."""
+        return self.roster.student.chat(self.template_kwargs)
 
     async def score(self, sample: Any) -> None:
         """Ask the teachers about a finished sample, and keep what they say in it."""
@@ -134,9 +154,6 @@ class Runtime:
                 "the raw chat, a teacher renders it with its own template",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
-        if response.prompt.metadata.get("tools"):
-            expected = "none with opd.enabled=true, teachers are not given tools"
-            raise DataError(f"tools of sample {sample.index}", "a list", expected, "remove them")
         (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
 
@@ -232,7 +249,9 @@ async def connect(args: Any) -> Runtime:
             asked = Sharing(engine) if scores_by_id(config) else engine
             teachers.append(roster.teacher(role, asked, await engine.model_info()))
         panel = TeacherPanel(teachers, roster.scoring)
-    return Runtime(roster, engines, panel, lambda: _aborted(args))
+    kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
+    roster.environments.template_kwargs = kwargs
+    return Runtime(roster, engines, panel, lambda: _aborted(args), kwargs)
 
 
 def _aborted(args: Any) -> bool:

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from slime_tandem.config import ObjectiveConfig, Reduction, RunConfig
-from slime_tandem.errors import DataError, TeacherScoreError
+from slime_tandem.errors import (
+    DataError,
+    TeacherScoreError,
+    UnreadRolesError,
+    UnreadTemplateError,
+    UnreadToolsError,
+)
 from slime_tandem.objective.loss import PackedTokens
 from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.training.rows import TrainRow
@@ -44,6 +50,8 @@ RECORD = "slime_tandem"
 """The key of `sample.metadata` under which a response's record stands."""
 SCORES = "slime_tandem_scores"
 """The same for what the teachers said of it."""
+PROBLEM = "slime_tandem_reward"
+"""The same for the limit that scoring its response went past: `timeout` or `error`."""
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
 
@@ -203,6 +211,30 @@ def normalise(channels: Tensor, totals: StepTotals, reduction: Reduction = "toke
 # ---- a response in a sample ----
 
 
+def groups_of(samples: Sequence[Any]) -> list[int]:
+    """The group of each sample: slime's `group_index`; where that is None, those of one prompt are one (numbers below 0).
+
+    Raises DataError for a sample with neither: whom it is to be compared with is nobody's to guess.
+    """
+    prompts: dict[str, int] = {}
+    groups = []
+    for sample in samples:
+        if sample.group_index is not None:
+            groups.append(sample.group_index)
+            continue
+        raw = (sample.metadata or {}).get(MESSAGES) or sample.prompt
+        identity = raw or list(sample.tokens[: len(sample.tokens) - sample.response_length])
+        if not identity:
+            raise DataError(
+                f"group_index of sample {sample.index}",
+                None,
+                "a group, or a prompt by which its group is known",
+                "let the data source number the groups",
+            )
+        groups.append(prompts.setdefault(repr(identity), -1 - len(prompts)))
+    return groups
+
+
 def prompt_of(sample: Any) -> Prompt:
     """Our view of a slime sample's prompt; no messages where only rendered text is known.
 
@@ -213,7 +245,7 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES)}
+    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES, PROBLEM)}
     label = None if sample.label is None else str(sample.label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 
@@ -249,6 +281,22 @@ def put_response(sample: Any, response: TandemSample, *, junior_weight: float) -
         "inserted_messages": [[m.as_dict() for m in turn] for turn in response.inserted_messages],
         "fallback_starts": list(response.fallback_starts),
     }
+
+
+def put_ends(sample: Any, eos_ids: frozenset[int], text_markers: int) -> None:
+    """Keep which of the response's ids end turns, and how many control tokens stand in its untrusted text."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    sample.metadata[RECORD] |= {"ends": sorted(eos_ids & set(response)), "text_markers": text_markers}
+
+
+def ends_of(samples: Sequence[Any]) -> frozenset[int]:
+    """The ids that end turns, as far as they stand in these responses."""
+    return frozenset(i for s in samples for i in s.metadata[RECORD].get("ends", ()))
+
+
+def markers_of(samples: Sequence[Any]) -> float:
+    """How many control tokens stand in the untrusted text of these samples."""
+    return float(sum(s.metadata[RECORD].get("text_markers", 0) for s in samples))
 
 
 def put_failure(sample: Any, reason: str, prompt_ids: Sequence[int], filler: int) -> None:
@@ -312,7 +360,7 @@ def response_of(sample: Any, seed: int = 0) -> TandemSample:
         inserted=tuple((a, b) for a, b in record["inserted"]),
         senior_log_probs=tuple(record["senior_log_probs"]),
         fallback_starts=tuple(record["fallback_starts"]),
-        inserted_messages=tuple(tuple(Message(**m) for m in turn) for turn in record["inserted_messages"]),
+        inserted_messages=tuple(tuple(Message.of(m) for m in turn) for turn in record["inserted_messages"]),
     )
 
 
@@ -326,7 +374,8 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
     """Keep what the teachers said of a sample, as plain arrays (an alignment's own tables stay behind)."""
     record = sample.metadata.setdefault(SCORES, {})
     if isinstance(scores, TeacherScoreError):
-        record.update(scores=None, teacher_error=[scores.field, str(scores.value), scores.expected, scores.remedy])
+        error = [type(scores).__name__, scores.field, str(scores.value), scores.expected, scores.remedy]
+        record.update(scores=None, teacher_error=error)
         return
     c, lists = scores.candidates, scores.lists
     record.update(
@@ -348,7 +397,9 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         return None, None
     kept = record["scores"]
     if kept is None:
-        return None, TeacherScoreError(*record["teacher_error"])
+        name, *parts = record["teacher_error"]
+        kinds = (TeacherScoreError, UnreadRolesError, UnreadToolsError, UnreadTemplateError)
+        return None, {kind.__name__: kind for kind in kinds}.get(name, TeacherScoreError)(*parts)
     return AlignedScores(
         log_probs=kept["log_probs"],
         mask=kept["mask"],

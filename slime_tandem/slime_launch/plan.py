@@ -26,7 +26,7 @@ def launch_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> P
 
 def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Environment and flags of the fused engine: of a pair of folders, or of published sizes, by their sizes alone."""
-    from slime_tandem.engines.fused.launch import slime_settings, slime_sizes
+    from slime_tandem.engines.fused.launch import catch_up_of, slime_settings, slime_sizes
 
     models = config.models
     if {models.senior, models.junior} & PUBLISHED.keys():
@@ -35,4 +35,10 @@ def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
 
     # The teacher, which may be a size, is none of the engine's.
     roster = Roster(config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})}))
-    return slime_settings(roster.folders["senior"], roster.folders["junior"], roster.fused_tables(), folder)
+    return slime_settings(
+        roster.folders["senior"],
+        roster.folders["junior"],
+        roster.fused_tables(),
+        folder,
+        catch_up_of(config.engine.fused_attention),
+    )

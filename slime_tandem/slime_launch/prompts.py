@@ -25,7 +25,7 @@ def prompt_data(config: RunConfig, folder: Path, *, with_junior: str) -> tuple[l
     """
     from slime_tandem.tasks.families import TaskSet  # reasoning-gym: not for those who only ask for sizes
 
-    tasks = TaskSet(config.tasks, config.seed)
+    tasks = TaskSet(config.tasks, config.seed, config.reward)
     listed = all(spec.family == "jsonl" for spec in config.tasks)
     prompts, heldout, sets = folder / "prompts.jsonl", folder / "heldout.jsonl", folder / "eval.yaml"
     texts = {prompts: _lines(_training_prompts(config, tasks, listed=listed))}

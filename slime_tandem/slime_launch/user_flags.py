@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from slime_tandem.config import RunConfig
+from slime_tandem.config.load import load_yaml
 from slime_tandem.errors import ConfigError
 from slime_tandem.slime_hooks.refused import argument, check_flags, instead_of
 from slime_tandem.slime_launch.layout import Layout, check_sglang_config
@@ -94,8 +93,8 @@ def _value(text: str) -> Any:
     if (number := _number(text)) is not None:
         return number  # YAML takes 1e-05 for text
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # a name, a pattern
+        return load_yaml(text)
+    except ValueError:  # a name, a pattern
         return text
 
 

@@ -1,24 +1,21 @@
-"""What an answer is worth: the answer in a response, and whether it is the label. Pure functions of text.
+"""What an answer is worth: the answer in a response, and whether it is the label. Linear in the length of the response.
 
 The answer is what stands in the last `<answer>...</answer>` of the response, else in its last `\\boxed{...}`, else nothing
-(score 0). Labels are compared by math-verify, so that 1/2 is 0.5. Knows no task and no file.
+(score 0). When it is the label says `labels`. Knows no task and no file.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import re
-import threading
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
+from slime_tandem.config import AnswerKind
 from slime_tandem.errors import DataError
+from slime_tandem.tasks import labels
+from slime_tandem.tasks.formulas import formulas_equal
 from slime_tandem.types import Prompt
 
-_MATH_TIMEOUT_SECONDS = 5
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def extract_answer(text: str) -> str | None:
@@ -27,69 +24,67 @@ def extract_answer(text: str) -> str | None:
     >>> extract_answer("<answer>3</answer> no <answer> 4 </answer>"), extract_answer(r"so \boxed{\frac{1}{2}}")
     ('4', '\\frac{1}{2}')
     """
-    found = _ANSWER.findall(text)
-    return str(found[-1]).strip() if found else _last_boxed(text)
+    begin = text.rfind(_OPEN, 0, max(text.rfind(_CLOSE), 0))
+    if begin < 0:
+        return _last_boxed(text)
+    begin += len(_OPEN)
+    return text[begin : text.index(_CLOSE, begin)].strip()
 
 
-def label_reward(label: str, answer: str) -> float:
-    """1.0 for an extracted answer that is the label, or that math-verify finds equal to it; else 0.0.
+def quick_label_reward(prompt: Prompt, text: str, answer: AnswerKind | None = None) -> float | None:
+    """What `label_reward` gives, where comparing texts and numbers is enough; None where it takes mathematics.
 
-    >>> label_reward("7", "7")
+    >>> [quick_label_reward(Prompt("p", (), "1/2", "t"), f"<answer>{a}</answer>") for a in ("0.5", "2", "x+1")]
+    [1.0, 0.0, None]
+    """
+    given = extract_answer(text)
+    if given is None:
+        return 0.0
+    same = labels.equal(_label(prompt), given, answer)
+    return None if same is None else float(same)
+
+
+def label_reward(prompt: Prompt, text: str, answer: AnswerKind | None = None) -> float:
+    r"""The built-in reward `label`: 1.0 if the answer in `text` is the prompt's label, else 0.0.
+
+    It may ask math-verify, which has no bound: a worker calls it. Raises DataError for a prompt without a label.
+
+    >>> label_reward(Prompt("p", (), "1/2", "t"), r"<answer>\frac{2}{4}</answer>")
     1.0
     """
-    if answer == label.strip():
-        return 1.0
-    return guarded(lambda text: _math_equal(label, text), answer, label)
+    given, label = extract_answer(text), _label(prompt)
+    if given is None:
+        return 0.0
+
+    def score(text: str) -> float:
+        return float(bool(labels.equal(label, text, answer, formulas_equal)))
+
+    return guarded(score, given, None)
 
 
-def reward_by_label(prompt: Prompt, text: str) -> float:
-    """The built-in reward `label`: 1.0 if the answer in `text` is the prompt's label, else 0.0.
-
-    Raises DataError for a prompt without a label.
-
-    >>> reward_by_label(Prompt("p", (), "1/2", "t"), "<answer>0.5</answer>")
-    1.0
-    """
+def _label(prompt: Prompt) -> str:
     if prompt.label is None:
         raise DataError(
             f"label of prompt {prompt.prompt_id}", None, "the right answer", "add it, or set tasks[].reward"
         )
-    answer = extract_answer(text)
-    return 0.0 if answer is None else label_reward(prompt.label, answer)
+    return prompt.label
 
 
 def guarded(score: Callable[[str], float], answer: str, label: str | None) -> float:
     """Score a model's answer with a library that may raise on odd text; such an answer is wrong and scores 0.
 
-    Only the text may be at fault: if the scorer also raises on the label itself, the exception is passed on.
+    Only the text may be at fault: if the scorer also raises on the label itself, the exception is passed on. So is the end of
+    memory or stack, which a worker counts.
     """
     try:
         value = float(score(answer))
+    except (MemoryError, RecursionError):
+        raise
     except Exception:  # noqa: BLE001 (scorers raise anything on odd text)
         if label is not None:
             score(label)
         return 0.0
     return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
-
-
-@cache
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
-    from math_verify import parse, verify
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        # Both warn at every call without a time-out; below the level of errors they have nothing else to say.
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return parse, verify
-
-
-def _math_equal(label: str, answer: str) -> float:
-    """Whether math-verify finds two answers equal. Its time-outs are signals, which only the main thread can take."""
-    parse, verify = _math_verify()
-    seconds = _MATH_TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold, given = (
-        parse(f"\\boxed{{{text}}}", parsing_timeout=seconds, raise_on_error=True) for text in (label, answer)
-    )
-    return float(verify(gold, given, timeout_seconds=seconds, raise_on_error=True))
 
 
 def _last_boxed(text: str) -> str | None:

@@ -9,12 +9,14 @@ prompt is held out if and only if the SHA-256 of its rendered messages is divisi
 all prompts). A train stream drops the held-out ones it meets, the held-out stream keeps only these.
 
 `INSTRUCTION` tells the model in every reasoning-gym prompt where its answer goes; prompts of other families are taken as they
-are. Rewards are pure functions of (prompt, response text); the text is the one after stop truncation.
+are. Rewards are pure functions of (prompt, response text); the text is the one after stop truncation. Where and within which
+limits they are computed is `judging`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import math
@@ -23,10 +25,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from slime_tandem.config import TaskSpec
+from slime_tandem.config import RewardConfig, TaskSpec
 from slime_tandem.errors import ConfigError, DataError, TandemError
-from slime_tandem.extensions import find, is_own
-from slime_tandem.tasks.answers import extract_answer, guarded, reward_by_label
+from slime_tandem.extensions import find, is_own, made, said
+from slime_tandem.tasks import labels
+from slime_tandem.tasks.answers import extract_answer, guarded, label_reward, quick_label_reward
 from slime_tandem.tasks.family import (
     HELD_OUT_ONE_IN,
     INSTRUCTION,
@@ -38,20 +41,29 @@ from slime_tandem.tasks.family import (
     is_held_out,
     make_prompt,
 )
+from slime_tandem.tasks.formulas import prepare, require_math_verify
 from slime_tandem.tasks.jsonl import JsonlFamily
+from slime_tandem.tasks.judging import Judge, Quick, Verdict
+from slime_tandem.tasks.own_scorers import OWN_SCORERS
 from slime_tandem.types import Message, Prompt
 
 EVALUATED_AS_CODE: Mapping[str, str] = {
-    **dict.fromkeys(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"), "eval"),
-    "bitwise_arithmetic": "eval (of its question)",
-    **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), "sympy's parse_expr, which is an eval"),
-    **dict.fromkeys(("simple_integration", "intermediate_integration"), "sympy's parse_expr, which is an eval"),
+    **dict.fromkeys(
+        ("polynomial_multiplication", "simple_integration", "intermediate_integration"),
+        "sympy's parse_expr, which is an eval",
+    ),
     "composite": "the scorers of the data sets that it names",
 }
 """Data sets of reasoning-gym whose scorer runs text as Python, and by what: a model could answer with a program, and the
-trainer would run it. They are refused; tests/tasks reads the sources of all scorers and finds these."""
+trainer would run it. They are refused, unless `own_scorers` has one in its place; tests/tasks reads the sources of all scorers
+and of what they call, and finds these."""
 
-REWARDS: dict[str, Reward] = {"label": reward_by_label}
+LINEAR_SCORERS = frozenset({"chain_sum", "decimal_arithmetic", "decimal_chain_sum"})
+"""Data sets whose scorer compares decimal numbers, in time that is linear in the answer: it is called in this process. So is
+that of each data set with the library's default scorer, which looks for the right answer in the given one."""
+_LONGEST_QUICK = 10_000
+
+REWARDS: dict[str, Reward] = {"label": label_reward}
 """Built-in values of `tasks[].reward`."""
 
 _BLOCK = 32
@@ -63,17 +75,24 @@ class TaskSet:
 
     `seed` picks the train prompts only; held-out prompts are the same for every run. Raises ConfigError for a family or reward
     that does not exist, and for a family that refuses its config, DataError for a broken jsonl file. Prompt ids are content
-    hashes: equal prompts have equal ids in every run. `metadata["spec"]` of a prompt is the number of its task.
+    hashes: equal prompts have equal ids in every run. `metadata["spec"]` of a prompt is the number of its task. `limits`: what
+    scoring one response may take.
     """
 
-    def __init__(self, specs: Sequence[TaskSpec], seed: int):
+    def __init__(self, specs: Sequence[TaskSpec], seed: int, limits: RewardConfig | None = None):
         if not specs:
             raise ConfigError("tasks", [], "at least one task", "name a family, e.g. chain_sum")
         self.specs = tuple(specs)
         self.seed = seed
         self._families = tuple(_make(spec, f"tasks.{index}") for index, spec in enumerate(specs))
-        self._rewards: tuple[Reward, ...] = tuple(
-            family.reward if (own := find_reward(spec, f"tasks.{index}")) is None else own
+        for index, (spec, family) in enumerate(zip(specs, self._families, strict=True)):
+            find_reward(spec, f"tasks.{index}")
+            if isinstance(family, Listed):
+                require_for_labels(spec, f"tasks.{index}", [p.label for p in family.prompts if p.label is not None])
+            else:
+                require_for_labels(spec, f"tasks.{index}")
+        self._judges = tuple(
+            Judge(spec, f"tasks.{index}", limits or RewardConfig(), quick_of(spec, family))
             for index, (spec, family) in enumerate(zip(specs, self._families, strict=True))
         )
 
@@ -113,17 +132,26 @@ class TaskSet:
             prompts.append(prompt)
         return prompts
 
-    def reward(self, prompt: Prompt, text: str) -> float:
-        """Score in [0, 1] by the task's reward, else by its family's scorer; built-in ones give 0.0 where there is no answer.
+    def verdicts(self, responses: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        """The verdict on each (prompt, response text), in order: by the task's reward, else by its family's scorer.
 
-        Some scorers of reasoning-gym give part marks to wrong answers: use `correct` for accuracy. Raises DataError for a
-        user's function that raises, or answers anything else.
+        Built-in ones give 0.0 where there is no answer. Raises DataError for a user's function that raises, or answers anything
+        but a number in [0, 1].
         """
-        index: int = prompt.metadata["spec"]
-        spec = self.specs[index]
-        if spec.reward is None and not is_own(spec.family):
-            return self._rewards[index](prompt, text)
-        return checked_reward(self._rewards[index], prompt, text, f"tasks.{index}")
+        by_task: dict[int, list[int]] = {}
+        for i, (prompt, _) in enumerate(responses):
+            by_task.setdefault(prompt.metadata["spec"], []).append(i)
+        found: dict[int, Verdict] = {}
+        for task, members in by_task.items():
+            found.update(zip(members, self._judges[task].verdicts([responses[i] for i in members]), strict=True))
+        return [found[i] for i in range(len(responses))]
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """The score in [0, 1] of one response; `verdicts` takes many at once.
+
+        Some scorers of reasoning-gym give part marks to wrong answers: 1.0 is correct.
+        """
+        return self.verdicts([(prompt, text)])[0].reward
 
     def correct(self, prompt: Prompt, text: str) -> bool:
         """Whether the response has the full score; what accuracies count."""
@@ -179,8 +207,7 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
     except TandemError:
         raise
     except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(field, why, "a number in [0, 1]", "mend the function") from error
+        raise DataError(field, said(error), "a number in [0, 1]", "mend the function") from error
     if inspect.iscoroutine(value):
         value.close()
     try:
@@ -193,15 +220,43 @@ def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> flo
     return score
 
 
+def require_for_labels(spec: TaskSpec, where: str, known: Sequence[str] | None = None) -> None:
+    """Raise ConfigError where comparing answers with the `known` labels (None: any) takes math-verify, and there is none."""
+    if not spec.by_label:
+        return
+    needed = (
+        spec.answer in (None, "math") if known is None else any(labels.needs_formulas(t, spec.answer) for t in known)
+    )
+    if needed:
+        require_math_verify(f"{where}.answer", spec.answer)
+
+
+def scorer_of(spec: TaskSpec, where: str) -> Reward:
+    """What scores the responses of a task; a worker makes it (`judging`). A family of the user's is made anew there."""
+    if spec.by_label:
+        prepare()
+        return functools.partial(label_reward, answer=spec.answer)
+    own = find_reward(spec, where)
+    if own is not None:
+        return functools.partial(checked_reward, own, where=where)
+    family = _make(spec, where)
+    if is_own(spec.family):
+        return functools.partial(checked_reward, family.reward, where=where)
+    return family.reward
+
+
+def quick_of(spec: TaskSpec, family: Family | None) -> Quick:
+    """What scores those responses of a task that need no worker."""
+    if spec.by_label:
+        return functools.partial(quick_label_reward, answer=spec.answer)
+    if spec.reward is None and isinstance(family, _ReasoningGym):
+        return family.quick
+    return lambda prompt, text: None
+
+
 def _make(spec: TaskSpec, where: str) -> Family:
     make: Callable[[TaskSpec, str], object] = find_family(spec.family, f"{where}.family")
-    try:
-        family = make(spec, where)
-    except TandemError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{where}.family", spec.family, f"one that can be made ({why})", "mend it") from error
+    family = made(make, spec, where, field=f"{where}.family", name=spec.family)
     if not isinstance(family, Family):
         expected = "something that makes a task family (`stream` and `reward`)"
         raise ConfigError(f"{where}.family", spec.family, expected, "see docs/extending.md")
@@ -246,7 +301,20 @@ class _ReasoningGym:
         if answer is None:
             return 0.0
         entry = prompt.metadata["entry"]
-        return guarded(lambda text: self._scorer.score_answer(text, entry), answer, prompt.label)
+        own = OWN_SCORERS.get(self._spec.family)
+        score = self._scorer.score_answer if own is None else own
+        return guarded(lambda text: score(text, entry), answer, prompt.label)
+
+    def quick(self, prompt: Prompt, text: str) -> float | None:
+        """The reward where it takes no worker."""
+        answer = extract_answer(text)
+        if answer is None:
+            return 0.0
+        from reasoning_gym.dataset import ProceduralDataset
+
+        plain = type(self._scorer).score_answer is ProceduralDataset.score_answer
+        linear = plain or self._spec.family in LINEAR_SCORERS
+        return self.reward(prompt, text) if linear and len(answer) <= _LONGEST_QUICK else None
 
     def _prompt(self, entry: dict[str, Any]) -> Prompt:
         messages = (Message("user", f"{INSTRUCTION}\n{entry['question']}"),)
@@ -275,11 +343,10 @@ class _ReasoningGym:
         try:
             self._build(seed=0, size=1)[0]
         except Exception as error:  # data sets refuse their config by any exception, mostly AssertionError
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
                 f"{where}.config",
                 self._spec.config,
-                f"a config that {family} accepts; it says {reason}",
+                f"a config that {family} accepts; it says {said(error)}",
                 "change these settings of the data set",
             ) from error
 

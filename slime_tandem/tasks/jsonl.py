@@ -1,20 +1,23 @@
-"""The family `jsonl`: a file of the user's prompts and labels, scored by math-verify."""
+"""The family `jsonl`: a file of the user's prompts and labels."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from slime_tandem.config import TaskSpec
+from slime_tandem.config import AnswerKind, TaskSpec
 from slime_tandem.errors import DataError
-from slime_tandem.tasks.answers import reward_by_label
+from slime_tandem.files import parse_json
+from slime_tandem.tasks import labels as kinds
+from slime_tandem.tasks.answers import label_reward
 from slime_tandem.tasks.family import hint, make_prompt
 from slime_tandem.types import Message, Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
+_MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Further keys of a message that chat templates take."""
 
 
 class JsonlFamily:
@@ -22,7 +25,7 @@ class JsonlFamily:
 
     def __init__(self, spec: TaskSpec, where: str) -> None:
         assert spec.path is not None, "TaskSpec checks it"
-        self.prompts = tuple(read_jsonl(Path(spec.path), labels=spec.reward in (None, "label")))
+        self.prompts = tuple(read_jsonl(Path(spec.path), labels=spec.by_label, answer=spec.answer))
 
     def stream(self, key: str) -> Iterator[Prompt]:
         """Whole shuffles of the file, so that no line comes twice before each came once."""
@@ -35,15 +38,18 @@ class JsonlFamily:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the answer in `text` is the label."""
-        return reward_by_label(prompt, text)
+        return label_reward(prompt, text)
 
 
-def read_jsonl(path: Path, *, labels: bool = True) -> list[Prompt]:
+def read_jsonl(path: Path, *, labels: bool = True, answer: AnswerKind | None = None) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, as slime users have them.
 
-    Keys: `prompt` (a str, or a list of {role, content}) or `messages` (a list), `label` (str or number; optional without
-    `labels`), and optionally `task` (str) and `metadata` (object). Blank lines are skipped; other keys are refused. Raises
-    DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
+    Keys: `prompt` (a str, or a list of {role, content}; turns of tools may have the further keys of `_MORE`) or `messages` (a
+    list), `label` (str or number; optional without `labels`), and optionally `task` (str) and `metadata` (object; its `tools`
+    are offered to the models). Blank lines are skipped; other keys are refused, and so are labels that are not of the kind
+    `answer`.
+
+    Raises DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
@@ -54,19 +60,20 @@ def read_jsonl(path: Path, *, labels: bool = True) -> list[Prompt]:
         expected = f"a readable UTF-8 text file ({why})"
         raise DataError("path", str(path), expected, "give a JSONL file, saved as UTF-8") from None
     prompts = [
-        _parse_line(line, f"{path}:{number}", labels) for number, line in enumerate(lines, start=1) if line.strip()
+        _parse_line(line, f"{path}:{number}", labels, answer)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
     ]
     if not prompts:
         raise DataError("path", str(path), "at least one line", "add prompts to the file")
     return prompts
 
 
-def _parse_line(line: str, where: str, labels: bool) -> Prompt:
+def _parse_line(line: str, where: str, labels: bool, answer: AnswerKind | None) -> Prompt:
     example = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict):
         raise DataError(where, line[:80], "a JSON object", example)
@@ -78,9 +85,8 @@ def _parse_line(line: str, where: str, labels: bool) -> Prompt:
         raise DataError(where, sorted(row), "either `prompt` or `messages`", example)
     key = "prompt" if "prompt" in row else "messages"
     label = row.get("label")
-    needed = labels or label is not None
-    if needed and (isinstance(label, bool) or not isinstance(label, (str, int, float)) or not str(label).strip()):
-        raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
+    if labels or label is not None:
+        _check_label(label, where, answer)
     task, metadata = row.get("task", "jsonl"), row.get("metadata", {})
     if not isinstance(task, str) or not task:
         raise DataError(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`")
@@ -90,8 +96,17 @@ def _parse_line(line: str, where: str, labels: bool) -> Prompt:
     return make_prompt(task, messages, None if label is None else str(label), metadata)
 
 
+def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
+    fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
+    if not fine:
+        raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
+    if not kinds.fits(str(label), answer):
+        expected = f"a label that is {answer}, as tasks[].answer says"
+        raise DataError(f"{where} label", label, expected, "correct the label, or set tasks[].answer to text")
+
+
 def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:
-    """Chat turns of a JSON value: a list of {role, content}, or a text where that may be; raises DataError naming `where`."""
+    """Chat turns of a JSON value: a list of {role, content, ...}, or a text where that may be; raises DataError at `where`."""
     if may_be_text and isinstance(value, str) and value.strip():
         return (Message("user", value),)
     expected = "a non-empty string or a list of messages" if may_be_text else "a list of messages"
@@ -99,9 +114,18 @@ def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messag
         raise DataError(where, value, expected, 'e.g. [{"role": "user", "content": "2 + 2 ="}]')
     messages = []
     for i, turn in enumerate(value):
-        if not isinstance(turn, dict) or set(turn) != {"role", "content"} or not isinstance(turn["content"], str):
+        if (
+            not isinstance(turn, dict)
+            or not {"role", "content"} <= set(turn)
+            or set(turn) - {"role", "content", *_MORE}
+        ):
+            more = f"an object with text `role` and `content`, and at most {', '.join(_MORE)} beside"
+            raise DataError(f"{where}.{i}", turn, more, "correct this turn")
+        if turn["content"] is None and turn.get("tool_calls"):  # as OpenAI's API has turns that call tools
+            turn = turn | {"content": ""}
+        if not isinstance(turn["content"], str):
             raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
         if turn["role"] not in _ROLES:
             raise DataError(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
-        messages.append(Message(turn["role"], turn["content"]))
+        messages.append(Message.of(turn))
     return tuple(messages)

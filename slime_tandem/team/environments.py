@@ -13,11 +13,12 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import DataError, EnvironmentTimeoutError
-from slime_tandem.extensions import find
+from slime_tandem.errors import DataError, EngineError, EnvironmentTimeoutError, ModelError
+from slime_tandem.extensions import find, said
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.rollout.drive import NextTurn
 from slime_tandem.rollout.writer import TandemWriter
@@ -110,11 +111,13 @@ def _is_message(value: object) -> bool:
 class Environments:
     """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `extensions.find`.
 
-    `student` writes the messages in the senior's markup; `timeout_s`: seconds that one answer may take.
+    `student` writes the messages in the senior's markup, with `template_kwargs` as its template's variables; `timeout_s`:
+    seconds that one answer may take.
     """
 
     def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer, *, timeout_s: float = 60.0) -> None:
         self._specs, self._student, self.timeout_s = specs, student, timeout_s
+        self.template_kwargs: Mapping[str, Any] = {}
         self._responds = {
             i: find(spec.environment, ENVIRONMENTS, f"tasks.{i}.environment")
             for i, spec in enumerate(specs)
@@ -131,15 +134,15 @@ class Environments:
         index = writer.prompt.metadata.get("spec", -1)
         if index not in self._responds:
             return None
-        respond, spec, chat = self._responds[index], self._specs[index], writer.chat
-        if sum(m.role == "assistant" for m in chat) >= spec.max_turns:
+        respond, spec, so_far = self._responds[index], self._specs[index], writer.chat
+        if sum(m.role == "assistant" for m in so_far) >= spec.max_turns:
             return None
         where = f"environment {spec.environment} at prompt {writer.prompt.prompt_id}"
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
                 # A copy: what a function does to its arguments is no part of the run.
-                messages = await _called(respond, copy.deepcopy(writer.prompt), chat)
+                messages = await _called(respond, copy.deepcopy(writer.prompt), so_far)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -148,8 +151,7 @@ class Environments:
                 expected = f"an answer within engine.environment_timeout_s={self.timeout_s:g}"
                 remedy = "mend the function, raise the limit, or set sampling.on_failed_sample=drop_sample"
                 raise EnvironmentTimeoutError(where, "none", expected, remedy) from None
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(where, why, "messages or None", "mend the function") from error
+            raise DataError(where, said(error), "messages or None", "mend the function") from error
         if messages is None:
             return None
         if not isinstance(messages, Sequence) or not all(map(_is_message, messages)):
@@ -161,7 +163,11 @@ class Environments:
             )
         if not messages:
             return None
-        ids = self._student.bridge(messages)
-        # The end of turn that was sampled stands there already.
-        ended = writer.response_ids[-1] in self._student.tokens.eos_ids
-        return NextTurn(ids[1:] if ended and ids[:1] == [self._student.end_of_turn] else ids, messages)
+        chat = self._student.chat(self.template_kwargs)
+        try:
+            ids = chat.next_turn(messages, writer.response_ids[-1])
+        except ModelError as error:
+            if chat.text_markers != "refuse" or not chat.count_markers(messages, environment=True):
+                raise
+            raise EngineError(where, error.value, error.expected, error.remedy) from error  # this response fails
+        return NextTurn(ids, messages)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from slime_tandem.config import RunConfig, TeacherSpec
 from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.scorer import Scorer, ScorerEngine, TokenizerOfScorer
 from slime_tandem.distill.selection import find_ranker
 from slime_tandem.distill.teacher import Teacher, check_teacher
-from slime_tandem.errors import ConfigError, TandemError
-from slime_tandem.extensions import find
+from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import find, made
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.objective.divergence import find_divergence
 
@@ -35,28 +36,22 @@ def own_teacher(spec: TeacherSpec, student: ModelTokenizer, config: RunConfig) -
     assert spec.scorer is not None
     field = f"opd.teachers, {spec.name}: scorer"
     make: Callable[[TeacherSpec, ModelTokenizer], object] = find(spec.scorer, {}, field)
-    try:
-        scorer = make(spec, student)
-    except TandemError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(field, spec.scorer, f"one that can be made ({why})", "mend it") from error
+    scorer = made(make, spec, student, field=field, name=spec.scorer)
     if not isinstance(scorer, Scorer) or not isinstance(scorer.tokenizer, TokenizerOfScorer):
         expected = "something that makes a scorer (`tokenizer` and `log_probs`)"
         raise ConfigError(field, spec.scorer, expected, "see docs/extending.md")
-    t = scorer.tokenizer
-    teacher = Teacher(
-        ScorerEngine(scorer, spec.name),
-        Aligner(student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking),
-        t.render,
-        t.encode,
-        getattr(t, "bridge", None),
-        name=spec.name,
-        tasks=None if spec.tasks is None else frozenset(spec.tasks),
-        weight=spec.weight,
-        max_batch=config.engine.max_batch,
-        concurrency=config.opd.concurrency,
-    )
+    t, engine = scorer.tokenizer, ScorerEngine(scorer, spec.name)
+    options: dict[str, Any] = {
+        "name": spec.name,
+        "tasks": None if spec.tasks is None else frozenset(spec.tasks),
+        "weight": spec.weight,
+        "max_batch": config.engine.max_batch,
+        "concurrency": config.opd.concurrency,
+    }
+    if isinstance(t, ModelTokenizer):
+        teacher = Teacher.by_template(engine, student.chat(), t.chat(spec.template_kwargs), spec.thinking, **options)
+    else:
+        aligner = Aligner(student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
+        teacher = Teacher(engine, aligner, t.render, t.encode, getattr(t, "bridge", None), **options)
     check_teacher(teacher)
     return teacher

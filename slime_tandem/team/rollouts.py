@@ -9,9 +9,11 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError
+from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError, printable
+from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.judging import counted
 from slime_tandem.team.team import Team
 from slime_tandem.training.metrics import teacher_metrics
 from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
@@ -33,7 +35,7 @@ def with_revival(team: Team, action: Callable[[], T]) -> T:
             revived = team.revive()
             if not revived:
                 raise
-            first = str(error).splitlines()[0]
+            first = printable(str(error).splitlines()[0])
             print(f"restarted the {' and '.join(revived)} server after: {first}", file=sys.stderr, flush=True)
     return action()
 
@@ -49,7 +51,7 @@ def rollout(
     score: bool,
     plain: bool = False,
 ) -> tuple[list[ScoredSample], dict[str, float]]:
-    """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`. Samples are in prompt order.
+    """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`, `reward/...`; in prompt order.
 
     `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
     log-probs (where responses are not read along), as for an evaluation. Raises EngineError for a sample that
@@ -72,20 +74,21 @@ def rollout(
             team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem, sampling=sampling)
         )
     samples = successful(written, on_failed)
-    rewards = [tasks.reward(s.prompt, s.text) for s in samples]
+    verdicts = tasks.verdicts([(s.prompt, s.text) for s in samples])
     t1 = time.perf_counter()
     scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
     if score and overlap is None:
         scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
-        ScoredSample(s, r, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, r, None, a)
-        for s, r, a in zip(samples, rewards, scores, strict=True)
+        ScoredSample(s, v.reward, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, v.reward, None, a)
+        for s, v, a in zip(samples, verdicts, scores, strict=True)
     ]
     return scored, {
         "time/rollout_s": t1 - t0,
         "time/scoring_s": t2 - t1,
         "rollout/failed_samples": float(len(written) - len(samples)),
+        **counted(verdicts),
     }
 
 
@@ -118,17 +121,19 @@ def evaluate(
     """
     both = "junior" in team.roster.roles
     teacher = bool(team.roster.teacher_specs)
-    solo, _ = rollout(
+    solo, measured = rollout(
         team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=False, score=teacher and not both, plain=True
     )
-    accuracy = _accuracy(solo, tasks)
+    accuracy = _accuracy(solo)
+    past_limit = [measured]
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
-        tandem, _ = rollout(
+        tandem, more = rollout(
             team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=True, score=teacher, plain=True
         )
-        tandem_accuracy = _accuracy(tandem, tasks)
+        tandem_accuracy = _accuracy(tandem)
+        past_limit.append(more)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
@@ -140,8 +145,10 @@ def evaluate(
         "eval/teacher_kl": kl["opd/teacher_kl"],
         "eval/coverage": kl["opd/coverage"],
         "eval/response_tokens_mean": tokens / len(tandem),
+        "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
+        "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
     }, tandem
 
 
-def _accuracy(scored: Sequence[ScoredSample], tasks: TaskSet) -> float:
-    return float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored]))
+def _accuracy(scored: Sequence[ScoredSample]) -> float:
+    return float(np.mean([s.reward >= RIGHT_REWARD for s in scored]))

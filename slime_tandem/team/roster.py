@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec
-from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.chat import Chat
 from slime_tandem.models.hf import (
     check_model_folder,
     check_revision,
@@ -34,7 +34,7 @@ from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.strategies import STRATEGIES
 from slime_tandem.team.environments import Environments
 from slime_tandem.team.own_code import check_extensions, own_teacher
-from slime_tandem.types import Message, Prompt
+from slime_tandem.types import Prompt
 
 Role = str
 """senior, junior, teacher; each of several teachers is `teacher <name>`."""
@@ -102,13 +102,14 @@ def _check_tasks(config: RunConfig) -> None:
         for setting, value, usual in (
             ("opd.signal", opd.signal, "sampled"),
             ("opd.selection.selector", opd.selection.selector, "pure_opd"),
+            ("opd.token_bank_dir", opd.token_bank_dir, None),
         ):
             if len(mine) > 1 and value not in (usual, "full"):
                 raise ConfigError(
                     setting,
                     value,
-                    f"{usual} where several teachers score one task ({family}: {', '.join(mine)})",
-                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual}",
+                    f"{usual or 'null'} where several teachers score one task ({family}: {', '.join(mine)})",
+                    f"name each task in the `tasks` of one teacher only, or set {setting}={usual or 'null'}",
                 )
 
 
@@ -195,7 +196,9 @@ class Roster:
             check_revision(folder, self.serving(role).revision)
             if member.url is None or role == "senior":
                 check_model_folder(folder)
-            self.tokenizers[role] = ModelTokenizer.load(folder, trust_remote_code=models.trust_remote_code)
+            self.tokenizers[role] = ModelTokenizer.load(
+                folder, trust_remote_code=models.trust_remote_code, text_markers=models.text_markers
+            )
             require_rows(self.tokenizers[role], special=special)
 
     def _check_list_lengths(self) -> None:
@@ -227,6 +230,12 @@ class Roster:
         return self.tokenizers["senior"]
 
     @property
+    def chats(self) -> dict[Role, Chat]:
+        """The chat template of each member, a teacher's with its variables."""
+        kwargs = {role: spec.template_kwargs for role, spec in self.teacher_specs.items()}
+        return {role: tokenizer.chat(kwargs.get(role)) for role, tokenizer in self.tokenizers.items()}
+
+    @property
     def fused(self) -> bool:
         """Whether senior and junior decode inside one server."""
         return self.config.engine.mode == "fused"
@@ -234,13 +243,13 @@ class Roster:
     @property
     def scoring(self) -> Scoring:
         """What the run asks of its teachers."""
-        opd, chosen = self.config.opd, self.config.opd.selection
+        opd = self.config.opd
         return Scoring(
             opd.alignment,
             0 if opd.signal == "sampled" else opd.top_k,
             opd.support,
-            0 if chosen.mask == "full" else chosen.top_k,
-            chosen.missing_mass == "exact",
+            opd.list_length,
+            opd.selection.asks_cross,
         )
 
     def fused_tables(self) -> list[frozenset[int]]:
@@ -275,7 +284,9 @@ class Roster:
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
-            junior_text = JuniorText(*self.spellers, self.tokenizers["junior"].render(prompt.messages))
+            junior_text = JuniorText(
+                *self.spellers, self.tokenizers["junior"].render(prompt.messages, tools=prompt.tools)
+            )
         return WriterOptions(
             rule=rule,
             sampling=sampling,
@@ -294,24 +305,24 @@ class Roster:
         """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
         kwargs = spec.template_kwargs
-        aligner = Aligner(self.student.tokens, t.tokens, end_of_turn=t.end_of_turn, thinking=spec.thinking)
-        teacher = Teacher(
+        with _of_role(role):
+            chat = t.chat(kwargs)
+        teacher = Teacher.by_template(
             engine,
-            aligner,
-            lambda messages: t.render(messages, kwargs),
-            t.encode,
-            lambda messages: t.bridge(messages, kwargs),
+            self.student.chat(),
+            chat,
+            spec.thinking,
             name=spec.name,
             tasks=None if spec.tasks is None else frozenset(spec.tasks),
             weight=spec.weight,
             max_batch=self.config.engine.max_batch,
             concurrency=opd.concurrency,
             max_tokens=_max_tokens(self.folders[role], info),
+            temperature=self.config.sampling.temperature if opd.teacher_temperature == "rollout" else 1.0,
         )
         with _of_role(role):
             if url := self.members[role].url:
                 check_served_model(info, self.folders[role], url)
-            teacher.render([Message("user", "probe")])  # template_kwargs that its template refuses are reported now
             check_teacher(teacher)
         return teacher
 

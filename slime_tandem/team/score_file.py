@@ -12,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import AlignmentPolicy, Thinking, http_url
-from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError, DataError, RunDirError, TeacherScoreError
-from slime_tandem.files import require_place, whole_file
+from slime_tandem.files import parse_json, require_place, whole_file
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.hf import check_model_folder, check_served_model
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -86,6 +86,7 @@ def score_file(job: ScoreJob) -> ScoreResult:
         url = job.teacher_url
         try:
             if url is None:
+                job = replace(job, api_key=job.api_key or secrets.token_urlsafe(32))
                 options = ServeOptions(
                     dtype=job.dtype, threads=os.cpu_count() or 1, api_key=job.api_key, trust_remote_code=trust
                 )
@@ -123,17 +124,16 @@ async def _score(
     tokenizer: ModelTokenizer,
     samples: Sequence[tuple[Any, TandemSample]],
 ) -> ScoreResult:
-    aligner = Aligner(student.tokens, tokenizer.tokens, end_of_turn=tokenizer.end_of_turn, thinking=job.thinking)
     failed = covered = total = 0
     async with EngineClient(url, role="teacher", api_key=job.api_key) as client:
         info = await client.model_info()
         check_served_model(info, tokenizer.folder, url)
         limit = info.get("max_total_tokens")
-        teacher = Teacher(
+        teacher = Teacher.by_template(
             client,
-            aligner,
-            lambda messages: tokenizer.render(messages, job.template_kwargs),
-            tokenizer.encode,
+            student.chat(),
+            tokenizer.chat(job.template_kwargs),
+            job.thinking,
             max_batch=16,
             max_tokens=limit if isinstance(limit, int) else None,
         )
@@ -186,9 +186,8 @@ def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, T
 def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple[Any, TandemSample]:
     example = 'e.g. {"prompt": "2 + 2 =", "response": "4"}'
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
     if not isinstance(row, dict) or not set(row) <= set(_KEYS):
         known = f"a JSON object with keys among {', '.join(_KEYS)}"
@@ -201,7 +200,7 @@ def _parse(line: str, where: str, number: int, student: ModelTokenizer) -> tuple
     if "response" in row:
         if not isinstance(row["response"], str):
             raise DataError(f"{where} response", row["response"], "a text", example)
-        ids = [*student.encode(row["response"]), student.end_of_turn]
+        ids = student.chat().finished(row["response"])
     else:
         ids = row["response_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

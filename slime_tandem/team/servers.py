@@ -1,14 +1,15 @@
 """The servers of a roster on this machine: started, restarted after a crash, stopped; and one client for each role.
 
 A role whose `engine.<role>_url` is set uses that running server (SGLang or `slime-tandem serve`); the others get an
-embedded server of their own as a child process. This module knows no prompt, no sample and no score, and none of the weights
-that a server was given since it started.
+embedded server of their own as a child process, with a key that is made for this run and written nowhere. This module knows
+no prompt, no sample and no score, and none of the weights that a server was given since it started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from slime_tandem.config import ServedModel
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.junior import FusedJunior
-from slime_tandem.engines.fused.launch import FusedServer, Sglang
+from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError
@@ -53,6 +54,7 @@ class Servers:
         self.roster, self.log_dir = roster, log_dir
         self.processes: dict[Role, ServerProcess | FusedServer] = {}
         self.clients: dict[Role, EngineClient] = {}
+        self._own_key = secrets.token_urlsafe(32)
         self._runner = asyncio.Runner()
         self._connections = contextlib.AsyncExitStack()
 
@@ -66,23 +68,24 @@ class Servers:
         Raises ConfigError for a key that cannot be, before any process starts, then EngineUnavailableError for a server that
         does not come up, ModelError and PortInUseError.
         """
-        key = self.roster.api_key()
+        key = self.roster.api_key()  # a user's own server knows no other
+        own_key = key or self._own_key
         for role, member in self.roster.members.items():
             if member.url is None:
                 _check_served_here(role, self.roster.serving(role))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for role, member in self.roster.members.items():
             if member.url is None and not (self.roster.fused and role == "junior"):
-                self.processes[role] = self._process(role, key)
+                self.processes[role] = self._process(role, own_key)
                 self.processes[role].launch()
         for process in self.processes.values():
             process.wait_ready()
         for role in self.roster.members:
-            client = self.run(self._connections.enter_async_context(self._client(role, key)))
+            client = self.run(self._connections.enter_async_context(self._client(role, key, own_key)))
             self.clients[role] = client
             self.run(client.wait_ready(self.roster.config.engine.start_timeout_s))
 
-    def _process(self, role: Role, key: str | None) -> ServerProcess | FusedServer:
+    def _process(self, role: Role, key: str) -> ServerProcess | FusedServer:
         e, models, folders = self.roster.config.engine, self.roster.config.models, self.roster.folders
         dtype = self.roster.serving(role).dtype or models.dtype
         common = ServeOptions(host=e.host, dtype=dtype, api_key=key, trust_remote_code=models.trust_remote_code)
@@ -92,7 +95,7 @@ class Servers:
                 folders["junior"],
                 common,
                 tables=self.roster.fused_tables(),
-                sglang=Sglang(e.sglang_python, args=e.sglang_args),
+                sglang=Sglang(e.sglang_python, args=e.sglang_args, catch_up=catch_up_of(e.fused_attention)),
                 log_file=self.log_dir / "fused.log",
                 start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),
             )
@@ -100,15 +103,16 @@ class Servers:
         log_file = self.log_dir / f"{role.replace(' ', '-')}.log"
         return ServerProcess(folders[role], options, log_file=log_file, start_timeout_s=e.start_timeout_s)
 
-    def _client(self, role: Role, key: str | None) -> EngineClient:
+    def _client(self, role: Role, key: str | None, own_key: str) -> EngineClient:
         e = self.roster.config.engine
         inside = self.roster.fused and role == "junior"
         where = "senior" if inside else role
-        url = self.roster.members[where].url or self.processes[where].url
+        given = self.roster.members[where].url
+        url = given or self.processes[where].url
         return (FusedJunior if inside else EngineClient)(
             url,
             role=role,
-            api_key=key,
+            api_key=own_key if given is None else key,
             timeout_s=e.request_timeout_s,
             max_retries=e.max_retries,
             backoff_s=e.backoff_s,

@@ -161,7 +161,9 @@ class Team:
         tokens_per_request: int | None,
     ) -> TandemWriter:
         options = self.roster.writer_options(prompt, rule, sampling, tokens_per_request)
-        return TandemWriter(key, group, prompt, self.roster.student.render(prompt.messages), options)
+        return TandemWriter(
+            key, group, prompt, self.roster.student.render(prompt.messages, tools=prompt.tools), options
+        )
 
     async def _write(
         self, writers: Sequence[TandemWriter], on_finished: Callable[[int, TandemSample], None] | None = None

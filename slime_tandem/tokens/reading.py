@@ -1,40 +1,148 @@
 """What a tokenizer of text can be given for some bytes, and where each byte went. Pure.
 
 A student samples any bytes: half a character, a decomposed accent, a control character. A teacher's tokenizer takes text, and
-may change it: Qwen's composes accents (NFC), SmolLM2's has no token for most control characters. `read_text` says beforehand
-what the teacher will spell, byte for byte, so that what stays the same keeps its place and what changes is masked, not guessed.
+may change it: Qwen's composes accents (NFC), SentencePiece reads U+2581 as a space, SmolLM2's has no token for most control
+characters. `read_text` says beforehand what the teacher will spell, byte for byte, so that what stays the same keeps its place
+and what changes is masked, not guessed. What is rewritten is kept as a list of stretches (`Edits`): nothing is computed for the
+bytes between them.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 import threading
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
-from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.tokens.token_bytes import SPACE_MARK, TokenBytes
 from slime_tandem.types import BoolArray, IntArray
 
 INVALID_UTF8, NORMALISED = 1, 2
 """Why a byte cannot be taken over: it is no UTF-8, or the teacher's tokenizer rewrites or drops its character."""
 _REPLACEMENT = "\ufffd"
+_FAR = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Edits:
+    """Stretches [start, stop) of bytes that were rewritten, in order, and apart; all between them stayed as it was.
+
+    `start`, `stop`, `width` [k]: bytes of the source, and how many stand in their place; `kind` [k]: INVALID_UTF8 or
+    NORMALISED. A stretch of no bytes is an insertion.
+    """
+
+    start: IntArray
+    stop: IntArray
+    width: IntArray
+    kind: IntArray
+
+    def moved(self, at: IntArray) -> IntArray:
+        """Where the ascending offsets `at` of the source are now, -1 inside a stretch; an insertion stands behind its offset.
+
+        >>> edits = make_edits([(0, 0, 1, NORMALISED), (3, 5, 1, NORMALISED)])
+        >>> edits.moved(np.arange(7)).tolist()
+        [0, 2, 3, 4, -1, 5, 6]
+        """
+        empty = self.start == self.stop
+        behind = np.where(empty, np.searchsorted(at, self.stop, "right"), np.searchsorted(at, self.stop, "left"))
+        shift = np.zeros(len(at) + 1, dtype=np.int64)
+        np.add.at(shift, behind, self.width - self.stop + self.start)
+        out = at + np.cumsum(shift[:-1])
+        out[_covered(np.searchsorted(at, self.start, "right")[~empty], behind[~empty], len(at))] = -1
+        return out
+
+    def touched(self, start: IntArray, stop: IntArray, kind: int) -> BoolArray:
+        """Which of the neighbouring stretches [start, stop) of the source hold a byte that was rewritten so."""
+        mine = (self.kind == kind) & (self.start < self.stop)
+        first = np.searchsorted(stop, self.start[mine], "right")
+        return _covered(first, np.searchsorted(start, self.stop[mine], "left"), len(start))
+
+    def shifted(self, by: int) -> Edits:
+        """The same behind `by` more bytes."""
+        return Edits(self.start + by, self.stop + by, self.width, self.kind)
+
+
+def _covered(start: IntArray, stop: IntArray, n: int) -> BoolArray:
+    """[n]: whether an index lies in any of the ranges."""
+    depth = np.zeros(n + 1, dtype=np.int64)
+    np.add.at(depth, start, 1)
+    np.add.at(depth, stop, -1)
+    return np.cumsum(depth[:-1]) > 0
+
+
+def make_edits(rows: Sequence[tuple[int, int, int, int]]) -> Edits | None:
+    """Rows of (start, stop, width, kind), in order; None for none."""
+    return Edits(*np.array(rows, dtype=np.int64).T) if rows else None
+
+
+def joint_edits(parts: Sequence[tuple[int, Edits | None]]) -> Edits | None:
+    """Edits of pieces that begin at the given offsets, in order, as one."""
+    some = [edits.shifted(at) for at, edits in parts if edits is not None]
+    if len(some) < 2:
+        return some[0] if some else None
+    return Edits(*(np.concatenate([getattr(e, name) for e in some]) for name in Edits.__slots__))
+
+
+def _then(first: Edits | None, second: Edits | None) -> Edits | None:
+    """Both rewritings as one. A stretch of the second lies within what one of the first wrote, or outside of all."""
+    if first is None or second is None:
+        return first or second
+    written = first.start + np.cumsum(
+        first.width - first.stop + first.start
+    )  # where each begins now, behind its own change
+    begins = written - first.width + first.stop - first.start
+    ends = begins + first.width
+    at = np.searchsorted(ends, second.start, side="right")
+    inside = np.concatenate((begins, [_FAR]))[at] <= second.start
+    width = first.width.copy()
+    np.add.at(width, at[inside], (second.width - second.stop + second.start)[inside])
+    back = np.concatenate(([0], first.stop - ends))[at[~inside]]
+    columns = (
+        (first.start, second.start[~inside] + back),
+        (first.stop, second.stop[~inside] + back),
+        (width, second.width[~inside]),
+        (first.kind, second.kind[~inside]),
+    )
+    order = np.argsort(np.concatenate(columns[0]), kind="stable")
+    return Edits(*(np.concatenate(column)[order] for column in columns))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ReadText:
-    """`text` for the tokenizer, the bytes `spelt` that its ids will stand for, and where the bytes of the source are in them.
+    """`text` for the tokenizer, the bytes `spelt` that its ids will stand for, and what became other bytes on the way.
 
-    `offsets` [n+1] maps a byte offset of the source to one of `spelt`, -1 inside a changed stretch; None: nothing changed.
-    `changed` [n] is INVALID_UTF8 or NORMALISED on changed bytes of the source, else 0; None with `offsets`.
+    `edits` None: nothing.
     """
 
     text: str
     spelt: bytes
-    offsets: IntArray | None = None
-    changed: IntArray | None = None
+    edits: Edits | None = None
+
+    @property
+    def _source_bytes(self) -> int:
+        e = self.edits
+        return len(self.spelt) if e is None else len(self.spelt) - int((e.width - e.stop + e.start).sum())
+
+    @property
+    def offsets(self) -> IntArray | None:
+        """[n+1]: each byte offset of the source as one of `spelt`, -1 inside a changed stretch; None: nothing changed."""
+        return None if self.edits is None else self.edits.moved(np.arange(self._source_bytes + 1))
+
+    @property
+    def changed(self) -> IntArray | None:
+        """[n]: INVALID_UTF8 or NORMALISED for changed bytes of the source, else 0; None: nothing changed."""
+        if self.edits is None:
+            return None
+        at = np.arange(self._source_bytes)
+        kinds = (NORMALISED, INVALID_UTF8)
+        return np.select([self.edits.touched(at, at + 1, kind) for kind in kinds], kinds, 0).astype(np.int64)
 
 
 def readable_text(data: bytes) -> tuple[str, IntArray, BoolArray]:
@@ -47,25 +155,19 @@ def readable_text(data: bytes) -> tuple[str, IntArray, BoolArray]:
     >>> text, offsets.tolist(), broken.tolist()
     ('a\ufffdb', [0, 1, 4, 5], [False, True, False])
     """
-    text, replaced = _decode(data)
-    offsets = np.arange(len(data) + 1, dtype=np.int64)
-    broken = np.zeros(len(data), dtype=np.bool_)
-    width = len(_REPLACEMENT.encode())
-    shift = np.zeros(len(data) + 1, dtype=np.int64)
-    for a, b in replaced:
-        broken[a:b] = True
-        shift[b] += width - (b - a)
-    offsets += np.cumsum(shift)
-    for a, b in replaced:
-        offsets[a + 1 : b] = -1
-    return text, offsets, broken
+    text, edits = _decode(data)
+    read = ReadText(text, text.encode(), edits)
+    if read.offsets is None or read.changed is None:
+        return text, np.arange(len(data) + 1, dtype=np.int64), np.zeros(len(data), dtype=np.bool_)
+    return text, read.offsets, read.changed > 0
 
 
-def _decode(data: bytes) -> tuple[str, list[tuple[int, int]]]:
+def _decode(data: bytes) -> tuple[str, Edits | None]:
     """Text, and the byte stretches that became a U+FFFD each: one pass, however many are broken."""
     spans: list[tuple[int, int]] = []
     _noted.spans = spans
-    return data.decode("utf-8", _NOTE), spans
+    text = data.decode("utf-8", _NOTE)
+    return text, make_edits([(a, b, len(_REPLACEMENT.encode()), INVALID_UTF8) for a, b in spans])
 
 
 def _note(error: UnicodeError) -> tuple[str, int]:
@@ -87,52 +189,78 @@ def read_text(data: bytes, reader: TokenBytes) -> ReadText:
     >>> r.spelt.decode(), r.offsets.tolist(), r.changed.tolist()
     ('é!', [0, -1, -1, 2, 3], [2, 2, 2, 0])
     """
-    try:
-        text = data.decode()
-        plain = True
-    except UnicodeDecodeError:
-        plain = False
-    # Deleting them in one pass is the fastest way to see whether there are any.
+    text, edits = _decode(data)
+    spelt = data if edits is None else text.encode()
+    if reader.normalises == "NFC" and not text.isascii():
+        spelt, more = _compose(text, spelt)
+        edits = _then(edits, more)
+    if reader.marks_spaces and _MARK in spelt:
+        edits = _then(edits, make_edits([(m.start(), m.end(), 1, NORMALISED) for m in re.finditer(_MARK, spelt)]))
+        spelt = spelt.replace(_MARK, b" ")
     dropped = bytes(sorted(reader.unwritable_bytes))
-    if plain and not _rewrites(text, reader) and not (dropped and len(data.translate(None, dropped)) < len(data)):
-        return ReadText(text, data)
-    text, offsets, broken = readable_text(data)
-    changed = np.where(broken, INVALID_UTF8, 0).astype(np.int64)
-    spelt = text.encode()
-    if _rewrites(text, reader):
-        spelt, then, touched = _compose(text)
-        changed, offsets = _follow(changed, offsets, then, touched)
-    if len(spelt.translate(None, dropped)) < len(spelt):
-        source = np.frombuffer(spelt, dtype=np.uint8)
-        gone = np.isin(source, np.frombuffer(dropped, dtype=np.uint8))
-        then = np.concatenate(([0], np.cumsum(~gone, dtype=np.int64)))
-        changed, offsets = _follow(changed, offsets, then, gone)
-        spelt = source[~gone].tobytes()
-    return ReadText(text, spelt, offsets, changed)
+    # Deleting them in one pass is the fastest way to see whether there are any.
+    if dropped and len(kept := spelt.translate(None, dropped)) < len(spelt):
+        gone = re.finditer(b"[" + re.escape(dropped) + b"]", spelt)
+        edits = _then(edits, make_edits([(m.start(), m.end(), 0, NORMALISED) for m in gone]))
+        spelt = kept
+    return ReadText(text, spelt, edits)
 
 
-def _rewrites(text: str, reader: TokenBytes) -> bool:
-    return reader.normalises == "NFC" and not text.isascii() and not unicodedata.is_normalized("NFC", text)
+_MARK = SPACE_MARK.encode()
 
 
-def _follow(changed: IntArray, offsets: IntArray, then: IntArray, touched: BoolArray) -> tuple[IntArray, IntArray]:
-    """The map and the marks after one more rewriting, given by its own map `then` and its changed bytes `touched`."""
-    known = offsets >= 0
-    moved = np.where(known, then[np.where(known, offsets, 0)], -1)
-    total = np.concatenate(([0], np.cumsum(touched)))
-    # A source byte is touched if its image is; the image of a byte inside a broken stretch is the whole U+FFFD.
-    ends = np.where(known, offsets, -1)
-    left = np.maximum.accumulate(ends[:-1])
-    right = np.minimum.accumulate(np.where(known, offsets, len(touched))[::-1])[::-1][1:]
-    hit = total[np.maximum(right, left)] > total[left]
-    return np.where((changed == 0) & hit, NORMALISED, changed), moved
+def lead_with(read: ReadText, lead: str, instead_of: int = 0) -> ReadText:
+    """`read` with `lead` before it, in the place of `instead_of` bytes of the source that are not in `read`.
+
+    >>> led = lead_with(ReadText("Hello", b"Hello"), " ")
+    >>> led.text, led.spelt, led.offsets.tolist()
+    (' Hello', b' Hello', [0, 2, 3, 4, 5, 6])
+    """
+    own = make_edits([(0, instead_of, len(lead.encode()), NORMALISED)])
+    return ReadText(lead + read.text, lead.encode() + read.spelt, joint_edits([(0, own), (instead_of, read.edits)]))
+
+
+def lead_of(tokens: TokenBytes, ids: Sequence[int], content: str) -> str | None:
+    """What a tokenizer and its template put between a prompt and an assistant's content, as text.
+
+    `ids`: those of a rendered conversation, from where its prompt ends (with the generation prompt) on; its last turn is
+    `content`. None: the ids do not write the content out, or something else than text stands before it.
+
+    >>> table = TokenBytes((b"\\xe2\\x96\\x81", b" Hello", None), frozenset({2}), frozenset({2}))
+    >>> lead_of(table, [1, 2], "Hello"), lead_of(table, [2, 1], "Hello")
+    (' ', None)
+    """
+    pieces = [tokens.of(token) for token in ids]
+    text = b"".join(
+        data for data in takewhile(lambda data: data is not None, pieces) if data
+    )  # to the first special one
+    before, found, _ = text.partition(content.encode())
+    try:
+        return before.decode() if found else None
+    except UnicodeDecodeError:
+        return None
+
+
+_LAST_UNSTABLE = 0x30000
+"""No character from here on has a canonical decomposition or a combining class (a test holds this)."""
+
+
+@cache
+def _unstable() -> npt.NDArray[np.bool_]:
+    """[code point]: whether composition (NFC) can change the character, or merge it with the one before; last: all others."""
+    seconds = _second_starters()
+    found = np.zeros(_LAST_UNSTABLE + 1, dtype=np.bool_)
+    for code in range(0x300, _LAST_UNSTABLE):
+        c = chr(code)
+        found[code] = unicodedata.combining(c) or c in seconds or not unicodedata.is_normalized("NFC", c)
+    return found
 
 
 @cache
 def _second_starters() -> frozenset[str]:
     """Characters without combining class that can merge with the one before them when text is composed (NFC)."""
     found = {chr(c) for c in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # Hangul vowels and finals
-    for code in range(0x110000):
+    for code in range(_LAST_UNSTABLE):
         parts = unicodedata.decomposition(chr(code)).split()
         if len(parts) == 2 and not parts[0].startswith("<"):
             second = chr(int(parts[1], 16))
@@ -160,25 +288,33 @@ def _nfc(text: str) -> str:
     return unicodedata.normalize("NFC", "".join(out + sorted(accents, key=unicodedata.combining)))
 
 
-def _compose(text: str) -> tuple[bytes, IntArray, BoolArray]:
-    """(NFC bytes, offsets, touched): offsets of `text.encode()` in them, -1 inside a stretch that changed; touched bytes."""
+def _compose(text: str, data: bytes) -> tuple[bytes, Edits | None]:
+    """(NFC bytes, edits) of `data`, the bytes of `text`. Only what composition can touch is looked at one by one."""
+    table = _unstable()
+    code = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    at = np.flatnonzero(table.take(np.minimum(code, len(table) - 1)))
+    if not len(at):
+        return data, None
     seconds = _second_starters()
-    starts = [i for i, c in enumerate(text) if i == 0 or (unicodedata.combining(c) == 0 and c not in seconds)]
-    clusters = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-    composed = [_nfc(c) for c in clusters]
-    whole = _nfc(text)
-    if "".join(composed) != whole:  # never seen; then nothing in the text is taken over
-        clusters, composed = [text], [whole]
-    n = len(text.encode())
-    offsets, touched = np.full(n + 1, -1, dtype=np.int64), np.zeros(n, dtype=np.bool_)
-    at = out = 0
-    for before, after in zip(clusters, composed, strict=True):
-        width, new = len(before.encode()), len(after.encode())
-        if before == after:
-            offsets[at : at + width] = np.arange(out, out + width)
-        else:
-            offsets[at] = out
-            touched[at : at + width] = True
-        at, out = at + width, out + new
-    offsets[n] = out
-    return "".join(composed).encode(), offsets, touched
+    rows: list[tuple[int, int, int, int]] = []
+    out: list[bytes] = []
+    char = byte = done = 0  # how far characters are counted in bytes, and bytes written
+    firsts = np.flatnonzero(np.diff(at, prepend=-2) > 1)
+    for a, b in zip(at[firsts].tolist(), (at[np.append(firsts[1:] - 1, -1)] + 1).tolist(), strict=True):
+        a = max(a - 1, 0)  # what it can merge with
+        starts = [i for i in range(a, b) if i == a or (unicodedata.combining(text[i]) == 0 and text[i] not in seconds)]
+        clusters = [text[i:j] for i, j in zip(starts, [*starts[1:], b], strict=True)]
+        composed = [_nfc(c) for c in clusters]
+        if "".join(composed) != (whole := _nfc(text[a:b])):  # never seen; then all of it counts as changed
+            clusters, composed = [text[a:b]], [whole]
+        byte += len(text[char:a].encode())
+        char = b
+        for before, after in zip(clusters, composed, strict=True):
+            stop = byte + len(before.encode())
+            if before != after:
+                new = after.encode()
+                out += [data[done:byte], new]
+                rows.append((byte, stop, len(new), NORMALISED))
+                done = stop
+            byte = stop
+    return b"".join([*out, data[done:]]), make_edits(rows)

@@ -5,10 +5,13 @@ on the student's side. Handled here: fast Hugging Face tokenizers that are byte-
 Llama-3, SmolLM2, DeepSeek) or SentencePiece-style BPE with byte fallback (Gemma, Llama-2, Mistral). Files of tiktoken,
 Tekken and SentencePiece vocabularies: `tokens/vocabularies.py`. Anything else is refused, never approximated.
 
-Ids can have exact bytes though *encoding* changes the text it is given. Two such changes are known and reported on the
-table, any other is refused: a space put in front (`inserts_leading_space`; `encode_exact` undoes it) and NFC
-(`normalises`; the alignment proves every pair by its bytes, and counts what the normalised text no longer spells). A
-vocabulary can also lack a byte altogether (`missing_bytes`).
+The table is what the tokenizer's *decoder* writes: made by the decoder's rule, and then shown for every id by decoding it
+between two others (`prove`). An added token is no exception: Gemma's `\u2581\u2581` is two spaces.
+
+Ids can have exact bytes though *encoding* changes the text it is given. Three such changes are known and reported on the
+table, any other that a probe shows is refused: a space put in front (`inserts_leading_space`; `encode_exact` undoes it), NFC
+(`normalises`) and U+2581 for a space (`marks_spaces`); the alignment follows these, proves every pair by its bytes, and counts
+what the rewritten text no longer spells. A vocabulary can also lack a byte altogether (`missing_bytes`).
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ import numpy.typing as npt
 from slime_tandem.errors import ModelError
 from slime_tandem.types import IntArray
 
+SPACE_MARK = "\u2581"
+"""What SentencePiece writes a space as, and therefore reads as one."""
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What lossy normalisers change (wide digits, accents, line ends, double spaces); all of it is in NFC.
 _PROBE = "Round trip: caf\u00e9, \uff11\uff12, \u4f60\u597d, \U0001f680, tabs\tand  two spaces\r\n\nend "
 _SENTINEL = "\x02"
 _DECOMPOSED = "Two forms: cafe\u0301 "
+_MARKED = f"A bar: x{SPACE_MARK}y "
 
 Role = Literal[
     "bos", "eos", "pad", "unk", "turn_start", "turn_end", "think_start", "think_end",
@@ -112,8 +118,11 @@ class TokenBytes:
     `special`: ids of special tokens (they have a role, no text). `eos_ids`: ids that end a turn, from the model folder.
     `names`: surface of every special or added token, as the tokenizer writes it.
     `inserts_leading_space`: encoding puts a space in front of the text (Llama-2, Mistral); the bytes of ids are exact
-    all the same. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing. `fallback`: ids of single bytes
-    that encoding writes only where no other token has the byte (SentencePiece's `<0x41>` beside `A`).
+    all the same. `dummy_prefix`: whether it does so behind each special token, too: `missing`, where no space is there
+    (Metaspace), `always` (Llama-2), or `no`. `normalises`: what encoding does to text first (Qwen: NFC), None for nothing.
+    `marks_spaces`: encoding reads U+2581 as a space (SentencePiece). `fallback`: ids of single bytes that encoding writes only
+    where no other token has the byte (SentencePiece's `<0x41>` beside `A`). `disproved`: ids that are None in the table because
+    the tokenizer's own decoder writes something else than their piece says.
 
     >>> TokenBytes((b"a", b" b", None), special=frozenset({2}), eos_ids=frozenset({2})).join([0, 1, 2])
     b'a b'
@@ -124,8 +133,11 @@ class TokenBytes:
     eos_ids: frozenset[int]
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
     inserts_leading_space: bool = False
+    dummy_prefix: Literal["no", "missing", "always"] = "no"
     normalises: Literal["NFC"] | None = None
+    marks_spaces: bool = False
     fallback: frozenset[int] = frozenset()
+    disproved: frozenset[int] = frozenset()
 
     def of(self, token: int) -> bytes | None:
         """Bytes of one id; None for special, undefined and out-of-range ids (padded embedding rows can be sampled)."""
@@ -243,19 +255,102 @@ def build_token_bytes(tokenizer: Any, eos_ids: frozenset[int]) -> TokenBytes:
     spec = json.loads(backend.to_str())
     decode = _piece_decoder(spec, name)
     added = {int(t["id"]): t for t in spec["added_tokens"]}
-    pieces = {index: decode(piece) for piece, index in spec["model"]["vocab"].items()}
-    pieces |= {index: token["content"].encode() for index, token in added.items()}
-    special = frozenset(i for i, t in added.items() if t["special"])
     names = {i: str(t["content"]) for i, t in added.items()}
+    # The decoder makes no difference between added tokens and others.
+    pieces = {i: decode(piece) for i, piece in [*((i, p) for p, i in spec["model"]["vocab"].items()), *names.items()]}
+    special = frozenset(i for i, t in added.items() if t["special"])
     fallback: frozenset[int] = frozenset()
     if decode is sentence_piece:
         fallback = frozenset(i for piece, i in spec["model"]["vocab"].items() if _BYTE_FALLBACK.fullmatch(piece))
-    result = make_token_bytes(pieces, names, special, eos_ids, fallback=fallback)
+    made = make_token_bytes(pieces, names, special, eos_ids, fallback=fallback)
+    result = prove(made, lambda ids: str(backend.decode(ids, skip_special_tokens=False)), name)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return check_encoding(result, encode, name)
+    result = check_encoding(result, encode, name)
+    return replace(result, dummy_prefix=_dummy_prefix(result, encode))
+
+
+def _dummy_prefix(tokens: TokenBytes, encode: Callable[[str], Sequence[int]]) -> Literal["no", "missing", "always"]:
+    """Read off the first special token whose name is recognised in text and swallows no space."""
+    for i in sorted(tokens.special & tokens.names.keys()):
+        plain, spaced = encode(tokens.names[i] + "x"), encode(tokens.names[i] + " x")
+        if i in plain and i in spaced:
+            found = (tokens.join(plain), tokens.join(spaced))
+            kinds = {(b" x", b" x"): "missing", (b" x", b"  x"): "always", (b"x", b" x"): "no"}
+            if found in kinds:
+                return kinds[found]  # type: ignore[return-value]
+    return "no"
+
+
+_MAX_DISPROVED = 0.01
+
+
+def prove(tokens: TokenBytes, decode: Callable[[list[int]], str], name: str) -> TokenBytes:
+    """`tokens`, with None for every id whose bytes are not what `decode` (ids -> text) writes for it between other ids.
+
+    Each id stands between two of one letter, and half a character between the bytes that complete it. An id whose bytes no
+    text can hold (0xFF) shows as U+FFFD, and so do all of its kind: those are compared as far as that goes. Raises ModelError
+    if more than one id in a hundred is disproved: the decoder has another rule then.
+    """
+    pieces = {i: data for i, data in enumerate(tokens.table) if data is not None}
+    single = {data[0]: i for i, data in pieces.items() if len(data) == 1}
+    letters = [b for b, i in single.items() if b < 128 and i not in tokens.fallback]
+    if not letters:
+        return tokens
+    # The letter that is rarest in the vocabulary: a text of all ids at once can then be cut at it in one way only.
+    counts = np.bincount(tokens.packed[0], minlength=256)
+    ranked = sorted(letters, key=lambda b: (counts[b], b))
+    # Not one that the decoder itself writes as something else.
+    letter = next((b for b in ranked if decode([single[b]] * 2) == chr(b) * 2), ranked[0])
+    between, mark = single[letter], bytes([letter])
+    together = [i for i, data in pieces.items() if mark not in data and _is_text(data)]
+    row = [between] * (2 * len(together) + 1)
+    row[1::2] = together
+
+    def writes(i: int) -> bool:
+        left, right = _completed(pieces[i], single)
+        shown = decode([between, *(single[b] for b in left), i, *(single[b] for b in right), between])
+        return shown == (mark + left + pieces[i] + right + mark).decode("utf-8", "replace")
+
+    shown = decode(row) == mark.join([b"", *(pieces[i] for i in together), b""]).decode()
+    wrong = frozenset(i for i in (pieces.keys() - together if shown else pieces) if not writes(i))
+    if len(wrong) > _MAX_DISPROVED * len(pieces):
+        some = [(i, tokens.of(i)) for i in sorted(wrong)[:3]]
+        raise ModelError(
+            "tokenizer",
+            name,
+            f"ids that its decoder writes as their pieces say; {len(wrong)} of {len(pieces)} are not, such as {some}",
+            "this decoder follows another rule; use a tokenizer without it, it cannot be aligned byte by byte",
+        )
+    if not wrong:
+        return tokens
+    return replace(
+        tokens, table=tuple(None if i in wrong else data for i, data in enumerate(tokens.table)), disproved=wrong
+    )
+
+
+_LEFT = (b"", b"\xc3", b"\xe4", b"\xf1", b"\xe4\xbd", b"\xf1\x80", b"\xf1\x80\x80")
+_RIGHT = tuple(first + b"\x80" * n for first in (b"", b"\x80", b"\xa0", b"\x90") for n in range(3 if first else 1))
+
+
+def _completed(data: bytes, known: Mapping[int, int]) -> tuple[bytes, bytes]:
+    r"""Bytes that make text of `data` when they stand before and behind it; none where nothing does.
+
+    >>> _completed("\u4f60".encode()[1:], dict.fromkeys(range(256), 0)), _completed(b"\xff", {})
+    ((b'\xe4', b''), (b'', b''))
+    """
+    pairs = ((left, right) for left in _LEFT for right in _RIGHT if known.keys() >= set(left + right))
+    return next(((left, right) for left, right in pairs if _is_text(left + data + right)), (b"", b""))
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], name: str) -> TokenBytes:
@@ -269,6 +364,7 @@ def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], n
         return got[1:] if space and got == b" " + want else got
 
     space = tokens.join(encode(_PROBE)) == b" " + _PROBE.encode()
+    marks = read(_MARKED, _MARKED.replace(SPACE_MARK, " ").encode()) == _MARKED.replace(SPACE_MARK, " ").encode()
     nfc = unicodedata.normalize("NFC", _DECOMPOSED)
     normalises = read(_DECOMPOSED, nfc.encode()) == nfc.encode()
     for text in (_PROBE, " " + _PROBE, nfc if normalises else _DECOMPOSED):
@@ -281,7 +377,7 @@ def check_encoding(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], n
                 f"ids whose bytes give the encoded text back (differs at byte {at})",
                 "this tokenizer normalises or inserts text; use one without, it cannot be aligned byte by byte",
             )
-    return replace(tokens, inserts_leading_space=space, normalises="NFC" if normalises else None)
+    return replace(tokens, inserts_leading_space=space, marks_spaces=marks, normalises="NFC" if normalises else None)
 
 
 def encode_exact(tokens: TokenBytes, encode: Callable[[str], Sequence[int]], text: str) -> list[int]:

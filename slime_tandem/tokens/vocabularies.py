@@ -73,7 +73,7 @@ def parse_tekken(data: bytes) -> TokenBytes:
             if listed is None
             else {int(t["rank"]): str(t["token_str"]) for t in listed}
         )
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error) as error:
         raise _refuse(data[:20], f"a Tekken vocabulary ({error!r})", "use the model's tekken.json") from None
     # Ranks past the vocabulary size belong to no id (mistral-common cuts them off too: _reload_mergeable_ranks).
     pieces = {offset + rank: piece for rank, piece in ranked.items() if rank < room}
@@ -136,7 +136,17 @@ def parse_sentencepiece(data: bytes, eos_ids: frozenset[int] | None = None) -> T
         eos_ids = frozenset({end} & special)
     fallback = frozenset(i for i, kind in enumerate(kinds) if kind == _BYTE)
     space = bool(options.get(3, 1))
-    return make_token_bytes(pieces, names, special, eos_ids, inserts_leading_space=space, fallback=fallback)
+    return make_token_bytes(
+        pieces,
+        names,
+        special,
+        eos_ids,
+        inserts_leading_space=space,
+        # Whoever puts text behind a special token has encoded it on its own.
+        dummy_prefix="always" if space else "no",
+        marks_spaces=True,
+        fallback=fallback,
+    )
 
 
 def _messages(fields: list[tuple[int, int | bytes]], number: int) -> Iterator[bytes]:

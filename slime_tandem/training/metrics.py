@@ -5,27 +5,45 @@ Pure: it starts no rollout and writes no file, and knows nothing of the update (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
+from slime_tandem.errors import TeacherScoreError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
-from slime_tandem.tasks.families import TaskSet
-from slime_tandem.types import ScoredSample
+from slime_tandem.report.metrics import RIGHT_REWARD
+from slime_tandem.types import SENIOR, ScoredSample, TandemSample
 
 
-def rollout_metrics(scored: Sequence[ScoredSample], tasks: TaskSet, eos_ids: frozenset[int]) -> dict[str, float | None]:
+def rollout_metrics(
+    scored: Sequence[ScoredSample], eos_ids: frozenset[int], count_markers: Callable[[TandemSample], int]
+) -> dict[str, float | None]:
     """`rollout/`, `tandem/` and `opd/` metrics of a rollout (names, units: report/metrics.py). None: nothing to measure.
 
-    `eos_ids` are the senior's ends of turn.
+    `eos_ids` are the senior's ends of turn; `count_markers` finds its control tokens in a sample's untrusted text.
     """
     metrics: dict[str, float | None] = {
         **response_metrics(scored),
-        "rollout/accuracy": float(np.mean([tasks.correct(s.sample.prompt, s.sample.text) for s in scored])),
+        "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
+        "rollout/accuracy": float(np.mean([s.reward >= RIGHT_REWARD for s in scored])),
     }
     metrics.update(teacher_metrics(scored, eos_ids))
     return metrics
+
+
+UNREAD: Mapping[str, type[TeacherScoreError]] = {
+    "roles": UnreadRolesError,
+    "tools": UnreadToolsError,
+    "template": UnreadTemplateError,
+}
+"""Why a teacher's template does not show a sample, by the names of the metrics."""
+
+
+def ends_of(sample: TandemSample, eos_ids: frozenset[int]) -> list[int]:
+    """Where a model sampled an end of turn."""
+    sampled = zip(sample.response_ids, sample.loss_mask, strict=True)
+    return [i for i, (token, mask) in enumerate(sampled) if mask and token in eos_ids]
 
 
 def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
@@ -46,7 +64,10 @@ def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
         "tandem/senior_token_fraction": float(senior.sum() / total),
         "tandem/junior_token_fraction": float(junior.sum() / total),
         "tandem/switches_per_seq": float(np.mean([s.switches for s in samples])),
-        "tandem/tokens_per_sent": float(total / max(sum(len(s.runs) for s in samples), 1)),
+        "tandem/tokens_per_sent": float(
+            np.mean(np.maximum(senior + junior, 1) / np.array([s.switches + 1 for s in samples]))
+        ),
+        "tandem/tokens_per_stretch": float(total / max(sum(len(s.runs) for s in samples), 1)),
         "tandem/requests_per_token": float(sum(s.requests for s in samples) / total),
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
         "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),
@@ -56,8 +77,9 @@ def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
 def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:
     """`opd/teacher_kl`: mean of log pi_student - log pi_teacher over aligned senior tokens, nats; coverage; what is masked.
 
-    `opd/eos_coverage` and `opd/eos_kl` are the same two of ends of turn alone: without a value there nothing holds the
-    length of responses, and a student whose end of turn the teacher does not know writes longer and longer (ms-swift #9526).
+    `opd/eos_coverage` and `opd/eos_kl` are the same two of sampled ends of turn alone (`eos_ids`; a stop string is none):
+    without a value there nothing holds the length of responses, and a student whose end of turn the teacher does not know
+    writes longer and longer (ms-swift #9526). `opd/unread_*` count samples that a teacher's template does not show.
     """
     with_teacher = [(s.sample, s.teacher) for s in scored if s.teacher is not None]
     out: dict[str, float | None] = {
@@ -67,6 +89,10 @@ def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> 
         "opd/eos_kl": None,
     }
     out.update(dict.fromkeys(f"opd/unaligned_{reason}" for reason in UNALIGNED_REASONS))
+    errors = [s.teacher_error for s in scored if s.teacher_error is not None]
+    for name, kind in UNREAD.items():
+        count = float(sum(isinstance(error, kind) for error in errors))
+        out[f"opd/unread_{name}"] = count if with_teacher or errors else None
     if not with_teacher:
         return out
     deltas = np.concatenate(
@@ -79,13 +105,13 @@ def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> 
     masks = np.concatenate([a.mask[np.asarray(s.loss_mask) == 1] for s, a in with_teacher])
     out["opd/coverage"] = float(masks.mean()) if masks.size else None
     ends = [
-        (a.mask[-1], s.log_probs[-1] - a.log_probs[-1])
+        (a.mask[i], s.authorship_mask[i] == SENIOR, s.log_probs[i] - a.log_probs[i])
         for s, a in with_teacher
-        if s.response_ids and s.response_ids[-1] in eos_ids
+        for i in ends_of(s, eos_ids)
     ]
     if ends:
-        out["opd/eos_coverage"] = float(np.mean([known for known, _ in ends]))
-        known_ends = [delta for known, delta in ends if known]
+        out["opd/eos_coverage"] = float(np.mean([known for known, _, _ in ends]))
+        known_ends = [delta for known, own, delta in ends if known and own]
         out["opd/eos_kl"] = float(np.mean(known_ends)) if known_ends else None
     for reason in UNALIGNED_REASONS:
         out[f"opd/unaligned_{reason}"] = float(sum(a.unaligned[reason] for _, a in with_teacher))

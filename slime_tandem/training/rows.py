@@ -5,14 +5,14 @@ Pure. A row's per-token arrays are [R], aligned with the response ids. No model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from slime_tandem.config import OpdConfig, RunConfig, SelectionRules
-from slime_tandem.distill.opd_mask import OPD_MASK_METRICS, opd_mask
+from slime_tandem.distill.opd_mask import OPD_MASK_METRICS, OpdMask, opd_mask
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.advantages import clip_advantages, group_advantages
 from slime_tandem.objective.kl import sampled_kl
@@ -60,18 +60,25 @@ class TrainRow:
         return float(self.opd_weights.sum()) if self.opd_total is None else self.opd_total
 
 
+Bank = Callable[[int, Sequence[ScoredSample], Sequence[BoolArray], OpdMask], None]
+"""Where a rollout's tokens are written: its number, responses, which tokens might carry the teacher's signal, and which do."""
+
+
 def build_rows(
     samples: Sequence[ScoredSample],
     config: RunConfig,
     ref_log_probs: Sequence[FloatArray] | None = None,
     kl_coef: float | None = None,
+    bank: Bank | None = None,
+    rollout_id: int | None = None,
 ) -> tuple[list[TrainRow], dict[str, float | None]]:
     """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
 
     A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health.
     `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
-    `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. Raises
-    TeacherScoreError if a sample failed and `opd.on_failed_sample` is `stop`.
+    `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is
+    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). Raises TeacherScoreError if a
+    sample failed and `opd.on_failed_sample` is `stop`.
     """
     objective = config.objective
     weights = [_weights(s.sample, config.tandem.junior_token_loss_weight) for s in samples]
@@ -106,12 +113,17 @@ def build_rows(
     if not config.opd.enabled:
         return rows, metrics | dict.fromkeys(f"selection/{name}" for name in OPD_MASK_METRICS)
     chosen = config.opd.selection
+    usable = [row.opd_weights > 0 for row in rows]
+    number = rollout_id if rollout_id is not None else samples[kept[0]].sample.key.rollout_id if kept else 0
     mask = opd_mask(
         [samples[i].sample.key for i in kept],
-        [row.opd_weights > 0 for row in rows],
+        usable,
         [t.lists if (t := samples[i].teacher) else None for i in kept],
         chosen,
+        0 if bank is None else number,
     )
+    if bank is not None:
+        bank(number, [samples[i] for i in kept], usable, mask)
     if chosen.mask != "full":
         rows = [_masked(row, m, chosen.rules) for row, m in zip(rows, mask.masks, strict=True)]
     return rows, metrics | mask.metrics

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,10 @@ class Trainer:
         steps: list[dict[str, float]] = []
         kl_values: list[Tensor] = []
         guarded = empty = 0
-        for mini in mini_batches(rows, self.config.train.updates_per_step):
+        train = self.config.train
+        for mini in chain.from_iterable(
+            mini_batches(rows, train.updates_per_step) for _ in range(train.epochs_per_step)
+        ):
             if not any(map(self._teaches, mini)):
                 empty += 1
                 continue

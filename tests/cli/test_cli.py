@@ -279,7 +279,8 @@ def test_what_a_failed_start_leaves_does_not_stop_overwrite(
         (("--port", "-1"), "port=-1"),
         (("--port", "0", "--cache-tokens", "0"), "cache_tokens=0"),
         (("--port", "0", "--threads", "99999999999999"), "threads=99999999999999"),
-        (("--port", "0", "--host", "192.0.2.1"), "host='192.0.2.1:0'"),
+        (("--port", "0", "--host", "192.0.2.1"), "host='192.0.2.1'"),
+        (("--port", "0", "--host", "0.0.0.0"), "--api-key-env"),
         (("--port", "0", "--api-key-env", "NO_SUCH_KEY_X"), "--api-key-env='NO_SUCH_KEY_X'"),
     ],
 )
@@ -339,7 +340,7 @@ def test_a_disk_that_fills_in_mid_run_ends_the_run(
 
     monkeypatch.setattr(run_folder, "_write_all", full)
     assert cli.main(["train", "--config", config(tandem={"enabled": False}, opd={"enabled": False})]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("turns of", "  "))]
     assert lines[0].startswith(f"slime-tandem train: {run / 'metrics.jsonl'}='No space left on device': expected ")
     assert "Remedy: free space" in lines[0]
     assert lines[1].startswith("no report: "), "a second failure is told after the first"
@@ -501,3 +502,47 @@ def test_a_server_whose_parent_is_gone_ends_before_it_has_begun() -> None:
     command = [sys.executable, "-m", "slime_tandem.engines.embedded.child", "1", "/no/such/folder", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\r"
+
+
+def raw_controls(text: str) -> list[str]:
+    return [c for c in text if (ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 or c in "\u202e\u2028"]
+
+
+def test_control_characters_of_others_texts_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], config: Callable[..., str], trio, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    """A label, a key, a path and a response that clear the screen, set the title and turn the text around."""
+    prompts, text = tmp_path / f"p{HOSTILE[:4]}.jsonl", tmp_path / "text.txt"
+    row = {"prompt": "a", "label": "1", HOSTILE: 1}
+    for content in (json.dumps(row), HOSTILE, json.dumps({"prompt": "a", "label": [HOSTILE]}, ensure_ascii=False)):
+        prompts.write_text(content)
+        path = config(tasks=[{"family": "jsonl", "path": str(prompts)}])
+        assert cli.main(["train", "--config", path]) == 2
+        err = capsys.readouterr().err
+        assert "\\x1b[2J" in err
+        assert raw_controls(err) == []
+    text.write_text(HOSTILE + " and words", newline="")
+    assert cli.main(["align", "--student", str(trio.senior), "--teacher", str(trio.teacher), str(text)]) == 0
+    out = capsys.readouterr().out
+    assert "\\x1b" in out
+    assert raw_controls(out) == []
+
+
+def test_a_finding_is_printable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: Callable[..., str]
+) -> None:
+    from slime_tandem.doctor.probes import Finding
+
+    def examine(_: object, say: Callable[[Finding], None], **__: Any) -> list[Finding]:
+        found = Finding("reward", "fail", f"answer {HOSTILE}", f"mend {HOSTILE}.")
+        say(found)
+        return [found]
+
+    monkeypatch.setattr("slime_tandem.doctor.run.run_doctor", examine)
+    assert cli.main(["doctor", "--config", config()]) == 3
+    out = capsys.readouterr().out
+    assert "\\x1b[2J" in out
+    assert raw_controls(out) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from slime_tandem.config import KlEstimator, RunConfig, fields_of, read_yaml_mapping
+from slime_tandem.config import KlEstimator, RunConfig, fields_of, load, read_yaml_mapping
+from slime_tandem.config.migrate import migrate_file
 from slime_tandem.errors import ConfigError, TandemError, explain
 from slime_tandem.strategies import STRATEGIES
 
@@ -145,8 +147,12 @@ def test_errors_are_of_one_family() -> None:
 # ---- contradictions ----
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sampling": {"temperature": 0.6}}, "opd.enabled=True: expected sampling.temperature=1"),
-    ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature=1, top_p=1"),
+    ({"sampling": {"temperature": 0}}, "opd.enabled=True: expected sampling.temperature above 0"),
+    ({"sampling": {"top_p": 0.9}}, "opd.enabled=True: expected sampling.temperature above 0, top_p=1"),
+    (
+        {"opd": {"teacher_temperature": "rollout", "selection": {"selector": "tip", "ratio": 0.1}}},
+        "opd.teacher_temperature='rollout': expected 1 with a selection",
+    ),
     ({"sampling": {"top_k": 20}}, "opd.enabled=True"),
     ({"sampling": {"min_p": 0.1}}, "opd.enabled=True"),
     (
@@ -250,6 +256,8 @@ def test_contradictions_are_refused(tree: dict[str, Any], start: str) -> None:
     "tree",
     [
         {"sampling": {"temperature": 0.6}, "opd": {"enabled": False}},
+        {"sampling": {"temperature": 0.6}},
+        {"sampling": {"temperature": 0.6}, "opd": {"teacher_temperature": "rollout"}},
         {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20}, "opd": {"enabled": False}, "train": {"steps": 0}},
         {"sampling": {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1}, "opd": {"enabled": False}},
         {
@@ -388,7 +396,7 @@ def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
         ("tandem.prob_senior", "--set='tandem.prob_senior': expected key=value with a dotted key"),
         ("=1", "--set='=1': expected key=value"),
         ("", "--set='': expected key=value"),
-        ("seed=[1", "--set='seed=[1': expected a YAML value. Remedy: quote it"),
+        ("seed=[1", "--set='seed=[1': expected a YAML value (while parsing a flow sequence"),
         ("name=2024-13-45", "expected a YAML value"),
         ("name=!!python/name:os.system", "expected a YAML value"),
         ("seed=" + "[" * 3_000, "expected a YAML value"),
@@ -402,6 +410,65 @@ def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
 )
 def test_bad_overrides_are_refused(item: str, text: str) -> None:
     assert text in override_problem(item)
+
+
+def yaml_bomb(*, merge: bool = False) -> str:
+    """Ten levels of nine aliases, in one line."""
+    lines = ["{x: 1}" if merge else "[1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for i in range(1, 10):
+        names = ", ".join([f"*a{i - 1}"] * 9)
+        lines.append(f"{{<<: [{names}], x{i}: 1}}" if merge else f"[{names}]")
+    return "{" + ", ".join(f"a{i}: &a{i} {line}" for i, line in enumerate(lines)) + "}"
+
+
+STRICT_YAML = {
+    "bomb": (yaml_bomb(), "aliases that unfold to more than 1000000 values"),
+    "merged bomb": (yaml_bomb(merge=True), "aliases that unfold to more than 1000000 values"),
+    "itself": ("&a [*a]", "or to themselves"),
+    "deep": ("[" * 65 + "]" * 65, "more than 64 levels"),
+    "deep mapping": ("{a: " * 65 + "1" + "}" * 65, "more than 64 levels"),
+    "twice": ("{x: 1, x: 1}", "the key `x` stands twice"),
+    "a number of 5000 digits": ("1" + "0" * 5000, "4300"),
+    "a class": ("!!python/object/apply:os.system [id]", "could not determine a constructor"),
+    "an anchor that is none": ("*nowhere", "undefined alias"),
+}
+
+
+@pytest.mark.parametrize("name", STRICT_YAML)
+def test_yaml_is_bounded_and_strict_wherever_it_is_read(tmp_path: Path, name: str) -> None:
+    text, says = STRICT_YAML[name]
+    assert says in override_problem(f"opd.template_kwargs={text}")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"opd:\n  template_kwargs: {text}\n")
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: RunConfig.load(path),
+        lambda: read_yaml_mapping(path),
+        lambda: migrate_file(path, write=True),
+    )
+    for read in readers:
+        with pytest.raises(ConfigError) as caught:
+            read()
+        assert says in str(caught.value)
+        assert "c.yaml" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_several_documents_and_a_huge_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 1\n---\nseed: 2\n")
+    with pytest.raises(ConfigError, match="expected a single document"):
+        RunConfig.load(path)
+    monkeypatch.setattr(load, "MOST_YAML", 19)
+    with pytest.raises(ConfigError, match="20 characters, more than 19"):
+        RunConfig.load(path)
+    assert "expected the dotted name" in override_problem("a" + ".a" * 100_000 + "=1")
+
+
+def test_aliases_and_merges_of_a_common_size_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("opd:\n  template_kwargs: {a: &a {x: 1}, b: [*a, *a], c: {<<: *a, y: 2}}\n")
+    kwargs = read_yaml_mapping(path)["opd"]["template_kwargs"]
+    assert kwargs == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}], "c": {"x": 1, "y": 2}}
 
 
 def test_an_override_below_a_plain_value_is_refused() -> None:

@@ -15,10 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem import cli
-from slime_tandem.config.migrate import DROPPED, RENAMED, Change, migrate_file, migrate_text, migrate_tree, migrate_yaml
+from slime_tandem.config import RunConfig
+from slime_tandem.config.legacy import SETTINGS, tandem_settings
+from slime_tandem.config.migrate import (
+    DROPPED,
+    RENAMED,
+    Change,
+    left_alone,
+    migrate_file,
+    migrate_text,
+    migrate_tree,
+    migrate_yaml,
+)
 from slime_tandem.errors import ConfigError
 
 KEYS = st.sampled_from([*RENAMED, "chunk_size", "max_gap_tokens", "selection_strategy", "primary", "frozen", "x"])
+METRICS = [name for name in RENAMED if "/" in name]
 TREES = st.recursive(
     st.integers() | st.text(max_size=5) | st.sampled_from(sorted(RENAMED)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
@@ -47,8 +59,8 @@ def test_no_legacy_key_is_left_values_stay_and_a_second_time_changes_nothing(tre
         assert len(set(targets)) < len(targets)  # two old masks that become one
         return
     assert not RENAMED.keys() & set(keys_of(new))
-    assert values_of(new) == values_of(tree)
-    assert len(changes) == sum(k in RENAMED for k in keys_of(tree))
+    assert values_of(new) == [RENAMED[v] if v in METRICS else v for v in values_of(tree)]
+    assert len(changes) == sum(k in RENAMED for k in keys_of(tree)) + sum(v in METRICS for v in values_of(tree))
     assert migrate_tree(new) == (new, [])
 
 
@@ -181,7 +193,8 @@ def test_an_anchor_that_is_needed_elsewhere_is_an_error() -> None:
 def test_a_checkpoint_blob_and_its_weights(tmp_path: Path) -> None:
     weights = {"tandem_frozen.model.norm.weight": torch.ones(2), "model.norm.weight": torch.zeros(2)}
     torch.save({"model": weights, "tandem_config": {"prob_primary": 0.5}, "step": 3}, tmp_path / "c.pt")
-    changes = migrate_file(tmp_path / "c.pt", write=True)
+    changes, left = migrate_file(tmp_path / "c.pt", write=True)
+    assert left == []
     assert [c.new for c in changes] == ["tandem_junior.model.norm.weight", "prob_senior"]
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert loaded["tandem_config"] == {"prob_senior": 0.5}
@@ -221,3 +234,127 @@ def test_the_tool_reports_first_and_writes_when_told(tmp_path: Path, capsys: pyt
     assert f"{other}: top: prob_primary -> prob_senior" in out
     assert "1 of 2 files" in err
     assert other.read_text() == "prob_senior: 0.5\n"
+
+
+AUTHORITY = {
+    # models, mask, strategy
+    "primary": None, "hot": None, "model_a": None, "frozen": None, "model_b": None, "TT": None, "tandem native GRPO": None,
+    "tandem_model_mask": "authorship_mask", "model_mask": "authorship_mask", "prob_primary": "prob_senior",
+    "tandem_jr_tkn_weight": "junior_token_loss_weight",
+    # code
+    "FROZEN_PREFIX": "JUNIOR_PREFIX", "is_frozen_layer": "is_junior_layer", "get_frozen_tp_group": "get_junior_tp_group",
+    "use_frozen_tp": "use_junior_tp", "_frozen_tp_context": "_junior_tp_context", "frozen_forward": "junior_forward",
+    "load_frozen_model": "load_junior_model", "initialize_frozen_kv_cache": "initialize_junior_kv_cache",
+    "get_frozen_model": "get_junior_model", "get_frozen_device": "get_junior_device",
+    # TandemConfig
+    "frozen_model": "junior_model", "frozen_model_revision": "junior_model_revision",
+    "frozen_tensor_parallel_size": "junior_tensor_parallel_size", "frozen_gpu_devices": "junior_gpu_devices",
+    "frozen_gpu_memory_utilization": "junior_gpu_memory_utilization", "frozen_dtype": "junior_dtype",
+    "frozen_quantization": "junior_quantization", "frozen_enforce_eager": "junior_enforce_eager",
+    "frozen_max_model_len": "junior_max_model_len", "target_model_config": "senior_model_config",
+    "target_parallel_config": "senior_parallel_config",
+    # the sampler and the manager
+    "primary_logits": "senior_logits", "frozen_logits": "junior_logits", "primary_output": "senior_output",
+    "frozen_output": "junior_output", "primary_tokens": "senior_tokens", "frozen_tokens": "junior_tokens",
+    "use_primary": "use_senior", "frozen_device": "junior_device", "frozen_kv_caches": "junior_kv_caches",
+    "primary_vllm_config": "senior_vllm_config", "frozen_attn_metadata": "junior_attn_metadata",
+    "frozen_input_ids": "junior_input_ids", "frozen_positions": "junior_positions",
+    "frozen_logits_indices": "junior_logits_indices", "frozen_sfc": "junior_sfc", "primary_sfc": "senior_sfc",
+    "frozen_attn_count": "junior_attn_count", "frozen_layers": "junior_layers", "frozen_vllm_config": "junior_vllm_config",
+    "frozen_config": "junior_config", "frozen_hf_config": "junior_hf_config", "frozen_local_rank": "junior_local_rank",
+    # masks, metrics
+    "new_tandem_model_mask": "new_authorship_mask", "tandem_mask": "authorship_mask",
+    "tandem/primary_token_fraction": "tandem/senior_token_fraction",
+    "tandem/frozen_token_fraction": "tandem/junior_token_fraction",
+}  # fmt: skip
+"""The naming authority's tables, row by row; None: a word that could be anything, which is listed."""
+PLACES = {
+    "key.json": '{{"a": {{"{old}": 1}}}}',
+    "override.json": '{{"args": ["+actor.x.{old}=1"]}}',
+    "key.yaml": "a:\n  {old}: 1  # kept\n",
+    "list.yaml": "- algorithm.x=1\n- +a.b.{old}=0.5\n",
+    "block.yaml": "run: |\n  python main.py a.{old}=1\n",
+    "run.sh": 'export X="{{\\"{old}\\": 1}}"\npython main.py a.{old}=1\n',
+    "code.py": "def f(self, {old}):\n    return self.{old}({old})\n",
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_every_row_of_the_naming_authority_is_migrated_or_listed(tmp_path: Path, kind: str) -> None:
+    for old, new in AUTHORITY.items():
+        file = tmp_path / kind
+        file.write_text(PLACES[kind].format(old=old))
+        changes, left = migrate_file(file, write=True)
+        if new is None:
+            assert left
+            assert {name for _, name in left} == {old}
+            assert not changes
+        else:
+            assert file.read_text().rstrip("\n").replace(" ", "") == _spaced(kind, new), (old, changes)
+            assert {(c.old, c.new) for c in changes} == {(old, new)}
+            assert left == []
+            (tmp_path / f"{kind}.bak").unlink()
+
+
+def _spaced(kind: str, name: str) -> str:
+    text = PLACES[kind].format(old=name)
+    return (json.dumps(json.loads(text), indent=2) if kind.endswith("json") else text).rstrip("\n").replace(" ", "")
+
+
+def test_the_dropped_mask_is_cut_out_or_refused(tmp_path: Path) -> None:
+    for kind, text in PLACES.items():
+        (tmp_path / kind).write_text(text.format(old=DROPPED[0]))
+        if kind.startswith("key"):
+            assert [c.new for c in migrate_file(tmp_path / kind, write=False)[0]] == [None]
+        else:
+            with pytest.raises(ConfigError, match="without a successor"):
+                migrate_file(tmp_path / kind, write=False)
+
+
+def test_prefixes_and_prefixed_metrics() -> None:
+    text = 'FROZEN_PREFIX = "tandem_frozen."\nlog("train/tandem/primary_token_fraction", x)\nopen("/data/frozen_model/x")\n'
+    new, changes = migrate_text(text)
+    assert new.splitlines()[:2] == [
+        'JUNIOR_PREFIX = "tandem_junior."', 'log("train/tandem/senior_token_fraction", x)',
+    ]  # fmt: skip
+    assert [c.old for c in changes] == ["FROZEN_PREFIX", "tandem_frozen.", "tandem/primary_token_fraction"]
+    assert left_alone(new) == [("line 3", "frozen_model")], "a path stays"
+    panel = {"view": {"metrics": ["train/tandem/frozen_token_fraction", "frozen_model"]}}
+    assert migrate_tree(panel)[0] == {"view": {"metrics": ["train/tandem/junior_token_fraction", "frozen_model"]}}
+
+
+OLD_CONFIG = {
+    "enabled": True, "frozen_model": "/models/J", "frozen_model_revision": None, "prob_primary": 0.25,
+    "frozen_tensor_parallel_size": 2, "frozen_gpu_devices": [1, 2], "frozen_gpu_memory_utilization": 0.9,
+    "frozen_dtype": "auto", "frozen_quantization": None, "frozen_enforce_eager": True, "frozen_max_model_len": 4096,
+    "target_model_config": None, "target_parallel_config": {"world_size": 1}, "selection_strategy": "word",
+    "boundary_token_ids": [3, 5], "chunk_size": 1, "max_gap_tokens": 16,
+}  # fmt: skip
+
+
+def test_a_migrated_tandem_config_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the 17 fields is a setting of the run, or said to be left out."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"step": 3, "tandem_config": OLD_CONFIG}))
+    assert cli.main(["migrate", "--settings", str(file)]) == 0
+    out, err = capsys.readouterr()
+    (tmp_path / "run.yaml").write_text(out)
+    config = RunConfig.load(tmp_path / "run.yaml")
+    assert (config.models.junior, config.tandem.prob_senior, config.tandem.max_gap_tokens) == ("/models/J", 0.25, 16)
+    assert (config.tandem.boundary_token_ids, config.cluster.junior_tp, config.cluster.junior_gpus) == ((3, 5), 2, 2)
+    taken = tandem_settings({"tandem_config": OLD_CONFIG}).settings
+    for old, value in OLD_CONFIG.items():
+        name = RENAMED.get(old, old)
+        place = SETTINGS[name]
+        assert value in (None, "auto") or name in err or (place is not None and place[0] in taken), name
+    assert "chunk_size=1: left out, selection_strategy='word' does not read it" in err
+    assert "senior_parallel_config" in err
+
+
+def test_the_authors_sentence_strategy_alternates() -> None:
+    found = tandem_settings(["+rollout.tandem.selection_strategy=sentence", "+rollout.tandem.prob_primary=0.5"])
+    assert found.settings == {"tandem.selection_strategy": "sentence", "tandem.author_schedule": "alternate"}
+    with pytest.raises(ConfigError, match="TandemConfig"):
+        tandem_settings({"a": 1})
+    with pytest.raises(ConfigError, match="2 that differ"):
+        tandem_settings([{"junior_model": "a"}, {"junior_model": "b"}])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,15 +16,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.serve_options import DEFAULT
+from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.engines.sglang import SglangProcess
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
-from ..in_process import ThreadServer
+from ..in_process import ThreadServer, ask
 from ..preloaded import ON_A_CPU, SGLANG, Preloaded
 
 SGLANG_PYTHON = "SLIME_TANDEM_SGLANG_PYTHON"
+KEY = "the-key-of-the-conformance-tests"
+"""Both kinds of server demand it."""
 
 
 @dataclass
@@ -39,10 +38,11 @@ class Rig:
     servers: dict[str, ThreadServer | SglangProcess]
     references: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
+    key: str = KEY
 
     def use(self, what: Callable[[EngineClient], Awaitable[Any]], role: str = "senior") -> Any:
         async def main() -> Any:
-            async with EngineClient(self.servers[role].url, role=role, max_retries=0) as client:
+            async with EngineClient(self.servers[role].url, role=role, api_key=KEY, max_retries=0) as client:
                 return await what(client)
 
         return asyncio.run(main())
@@ -50,21 +50,11 @@ class Rig:
     def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
         return self.use(lambda client: client.generate(requests))  # type: ignore[no-any-return]
 
-    def http(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+    def http(
+        self, path: str, body: Any = None, method: str | None = None, authorization: str = f"Bearer {KEY}"
+    ) -> tuple[int, Any]:
         """(status, parsed JSON or text) of one plain request to the senior; POST if there is a body."""
-        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.servers['senior'].url}{path}", data=data, method=method)
-        request.add_header("Content-Type", "application/json")
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                status, raw = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, raw = error.code, error.read()
-        try:
-            return status, json.loads(raw)
-        except ValueError:
-            return status, raw.decode()
+        return ask(self.servers["senior"].url, path, body, method, {"Authorization": authorization})
 
     def log_probs(self, ids: Sequence[int], temperature: float = 1.0, role: str = "senior") -> np.ndarray:
         """[len(ids), V] by transformers: row i predicts token i + 1."""
@@ -108,7 +98,7 @@ def rig(
 ) -> Iterator[Rig]:
     if request.param == "embedded":
         with ExitStack() as stack:
-            threads = {r: stack.enter_context(ThreadServer(f, max_batch=64)) for r, f in folders.items()}
+            threads = {r: stack.enter_context(ThreadServer(f, max_batch=64, api_key=KEY)) for r, f in folders.items()}
             yield Rig("embedded", folders, dict(threads))
             assert all(server.is_alive() for server in threads.values())
         return
@@ -116,11 +106,14 @@ def rig(
     if not python:
         pytest.skip(f"{SGLANG_PYTHON} is not set: export {SGLANG_PYTHON}=$(bash scripts/sglang_cpu.sh)")
     logs = tmp_path_factory.mktemp("sglang-logs")
-    threads = {"OMP_NUM_THREADS": str(DEFAULT.threads)}
+    options = ServeOptions(api_key=KEY)
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
     environment = {**os.environ, **ON_A_CPU, **threads}
     with Preloaded(python, SGLANG, environment, tmp_path_factory.mktemp("preloaded")) as preloaded:
         servers = {
-            role: SglangProcess(folders[role], python=its_python, log_file=logs / f"{role}.log", start_timeout_s=600)
+            role: SglangProcess(
+                folders[role], options, python=its_python, log_file=logs / f"{role}.log", start_timeout_s=600
+            )
             for role, its_python in (("senior", python), ("junior", preloaded.python))  # one as users start it
         }
         try:
@@ -130,7 +123,10 @@ def rig(
                 server.wait_ready()
             yield Rig("sglang", folders, dict(servers))
             for role, server in servers.items():
-                assert server.is_alive(), f"{role}: {(logs / f'{role}.log').read_text()[-4000:]}"
+                log = (logs / f"{role}.log").read_text()
+                assert server.is_alive(), f"{role}: {log[-4000:]}"
+                assert "api_key=***" in log, "SGLang writes its arguments"
+                assert KEY not in log
         finally:
             for server in servers.values():
                 server.stop(timeout_s=1.0)  # SGLang takes ten seconds over a SIGTERM, and has nothing to save here

@@ -6,6 +6,7 @@ Where real SGLang behaves otherwise the test branches on `rig.kind`; docs/sglang
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -390,3 +391,14 @@ def test_only_the_embedded_server_tells_what_truncated_sampling_drew_from(rig: A
         assert 1 <= len(kept) <= 4
         assert set(kept) <= set(np.argsort(row)[-4:].tolist())
         close(value, row[token] - np.logaddexp.reduce(row[list(kept)]))
+
+
+def test_the_key_is_demanded_but_for_health_and_stands_in_no_command_line(rig: Any) -> None:
+    for sent in ("", "Bearer x", rig.key):
+        assert rig.http("/model_info", authorization=sent)[0] == 401
+        assert rig.http("/generate", {"input_ids": [5]}, authorization=sent)[0] == 401
+        assert rig.http("/health", authorization=sent)[0] == 200
+    assert rig.http("/model_info")[0] == 200
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            assert rig.key.encode() not in line.read_bytes()

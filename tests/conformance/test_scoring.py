@@ -46,8 +46,8 @@ def score(
 ) -> Any:
     async def main() -> Any:
         async with (
-            EngineClient(rig.servers["senior"].url, role="teacher", max_retries=0) as client,
-            EngineClient(rig.servers["junior"].url, role="senior", max_retries=0) as senior,
+            EngineClient(rig.servers["senior"].url, role="teacher", api_key=rig.key, max_retries=0) as client,
+            EngineClient(rig.servers["junior"].url, role="senior", api_key=rig.key, max_retries=0) as senior,
         ):
             aligner = Aligner(student.tokens, teacher.tokens, end_of_turn=teacher.end_of_turn)
             one = Teacher(client, aligner, teacher.render, teacher.encode, max_batch=5, concurrency=2)

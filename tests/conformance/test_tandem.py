@@ -50,8 +50,8 @@ def writers(rig: Any, strategy: str, temperature: float = 1.0, **options: Any) -
 def on_both(rig: Any, work: Callable[[Mapping[int, Engine]], Awaitable[list[Any]]]) -> list[TandemSample]:
     async def main() -> list[Any]:
         async with (
-            EngineClient(rig.servers["senior"].url, role="senior") as senior,
-            EngineClient(rig.servers["junior"].url, role="junior") as junior,
+            EngineClient(rig.servers["senior"].url, role="senior", api_key=rig.key) as senior,
+            EngineClient(rig.servers["junior"].url, role="junior", api_key=rig.key) as junior,
         ):
             for client in (senior, junior):
                 await client.flush_cache()

@@ -6,17 +6,20 @@ import codecs
 import random
 import unicodedata
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocabularies import load
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS, Aligner, Alignment, Bridge, readable_text
 from slime_tandem.errors import DataError
 from slime_tandem.tokens.reading import read_text
-from slime_tandem.tokens.token_bytes import TEXT_CLASSES, TokenBytes, build_token_bytes
+from slime_tandem.tokens.token_bytes import TEXT_CLASSES, TokenBytes, build_token_bytes, encode_exact
 
 
 def table(*pieces: str | bytes | None, eos: Sequence[int] = (), names: dict[int, str] | None = None) -> TokenBytes:
@@ -29,7 +32,7 @@ def greedy(t: TokenBytes) -> Callable[[str], list[int]]:
     """An encoder by hand: the longest piece first; U+FFFD needs a piece of its own."""
 
     def encode(text: str) -> list[int]:
-        data, ids = text.encode(), []
+        data, ids = (text.replace("\u2581", " ") if t.marks_spaces else text).encode(), []
         while data:
             known = ((len(p), i) for i, p in enumerate(t.table) if p and data.startswith(p))
             n, i = max(known, key=lambda x: (x[0], -x[1]))
@@ -132,6 +135,32 @@ def test_composed_text_keeps_every_byte_that_it_says_it_keeps(text: str) -> None
             assert at >= 0
             assert read.spelt[at] == data[i]
     assert read.offsets[-1] == len(read.spelt)
+
+
+rewritable = st.sampled_from(["e\u0301", "\u2581", "\u1112\u1161\u11ab", "\u2126", "\x01"]).map(str.encode)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(utf8_like, rewritable), max_size=8).map(b"".join))
+def test_all_rewritings_at_once_keep_every_byte_that_they_say_they_keep(data: bytes) -> None:
+    """Against the four rewritings done one after the other on the whole text."""
+    lost = b"\x01\xbd\xcc"
+    letters = tuple(bytes([b]) for b in range(256) if b not in lost)
+    reader = TokenBytes(letters, frozenset(), frozenset(), normalises="NFC", marks_spaces=True)
+    read = read_text(data, reader)
+    text = data.decode("utf-8", "replace")
+    assert read.text == text
+    assert read.spelt == unicodedata.normalize("NFC", text).replace("\u2581", " ").encode().translate(None, lost)
+    if read.offsets is None or read.changed is None:
+        assert read.spelt == data
+        return
+    assert len(read.offsets) == len(data) + 1
+    places = read.offsets[read.offsets >= 0].tolist()
+    assert places == sorted(places)
+    assert (places[0], places[-1]) == (0, len(read.spelt))
+    for i in np.flatnonzero(read.changed == 0).tolist():
+        assert read.spelt[read.offsets[i]] == data[i]
+        assert read.offsets[i + 1] == read.offsets[i] + 1
 
 
 # ---- the cases that break public implementations (reference list, by number) ----
@@ -299,6 +328,106 @@ def test_7_bytes_that_the_teacher_cannot_write() -> None:
     assert pairs(align([1, 1, 0, 1], s, [0], t)) == [None, None, 0, None]
     # In no policy does such a token get a share.
     assert align([2, 3], s, [0, 1], t).scores([-1.0, -2.0], "even").log_probs.tolist() == [0.0, -2.0]
+
+
+def test_7_the_mark_of_a_space_is_known_beforehand() -> None:
+    """SentencePiece reads U+2581 as a space, wherever it stands."""
+    s = table("\u2581", "a", " ", "a\u2581", "\u2582")
+    t = TokenBytes((b" ", b"a", "\u2582".encode()), frozenset(), frozenset(), marks_spaces=True)
+    aligned = run([0, 1, 2, 1, 4, 0], s, t)
+    assert pairs(aligned) == [None, 1, 2, 3, 4, None]
+    assert counts(aligned) == {"normalised": 2}
+    assert pairs(run([3, 2, 4], s, t)) == [None, 2, 3]
+    assert run([0, 1], s, t).text.spelt == b" a"
+
+
+def test_7_each_unforeseen_change_masks_what_it_touches() -> None:
+    """One at the start, one in the middle and one at the end; where the tokenizer cuts the text alike, its places are known."""
+    words = " ".join(f"w{i}" for i in range(400))
+    text = f"\u2026{words} wow\u2026 {words} no\u2026"
+    letters = TokenBytes(tuple(bytes([b]) for b in range(256)), frozenset(), frozenset())
+
+    def encode(given: str) -> list[int]:
+        return list(given.replace("\u2026", "...").encode())
+
+    ids = list(text.encode())
+    aligner = Aligner(letters, letters, end_of_turn=-1, reuse_ids=False)
+    aligned = aligner.align(aligner.write(ids, encode))
+    dots = {i for i, b in enumerate(ids) if b in "\u2026".encode()}
+    assert {i for i, j in enumerate(pairs(aligned)) if j is None} == dots
+    assert counts(aligned) == {"unproven": 9}
+
+
+def test_7_a_tokenizer_that_cuts_nowhere_alike_is_believed_at_its_two_ends() -> None:
+    """Ids that depend on the length of the text: no part of them can be shown, and the work is bounded."""
+    letters = TokenBytes(tuple(bytes([b]) for b in range(256)), frozenset(), frozenset())
+    given = 0
+
+    def encode(text: str) -> list[int]:
+        nonlocal given
+        given += len(text)
+        return [*b"ab", *([120 + len(text) % 3] * (len(text) - 4)), *b"yz"]
+
+    ids = list(b"ab" + b"-" * 20_000 + b"yz")
+    aligner = Aligner(letters, letters, end_of_turn=-1, reuse_ids=False)
+    aligned = aligner.align(aligner.write(ids, encode))
+    assert [i for i, j in enumerate(pairs(aligned)) if j is not None] == [0, 1, 20_002, 20_003]
+    assert given < 60 * len(ids)
+
+
+def test_7_a_change_does_not_reach_over_a_special_token() -> None:
+    s = table("a", "b", None, "\u2026", eos=[2], names={2: "<|im_end|>"})
+    t = table("a", "b", None, ".", eos=[2], names={2: "<|eot_id|>"})
+    aligner = Aligner(s, t, end_of_turn=2)
+    text = aligner.write(
+        [3, 0, 2, 0, 1, 2, 0, 3], lambda x: [["a", "b", "", "."].index(c) for c in x.replace("\u2026", "..")]
+    )
+    assert pairs(aligner.align(text)) == [None, 2, 3, 4, 5, 6, 7, None]
+
+
+@pytest.mark.parametrize("teacher", ["mistral-v3", "gemma3"])
+def test_7_bars_at_both_ends_of_a_long_response_cost_two_tokens_of_coverage(teacher: str) -> None:
+    """They took all of it: everything between the first and the last was unproven."""
+    student, other = load("qwen"), load(teacher)
+    text = "\n".join(line for topic in topics.values() for line in topic.splitlines() if not line.startswith("   "))[
+        :30_000
+    ]
+    aligner = Aligner(student.tokens, other.tokens, end_of_turn=min(other.tokens.eos_ids))
+    covered = []
+    for source in (text, f"\u2581\u2582\u2583 {text}\u2583\u2582\u2581"):
+        written = aligner.write(student.encode(source), lambda t: encode_exact(other.tokens, other.encode, t))
+        scores = aligner.align(written).scores(np.zeros(len(written.ids)))
+        assert scores.unaligned["unproven"] == 0
+        covered.append(scores.coverage)
+    assert len(written.student_ids) > 6_500
+    assert covered[1] == pytest.approx(covered[0], abs=0.002)
+    assert covered[1] > 0.86
+
+
+def test_a_turn_begins_as_the_teachers_turns_begin() -> None:
+    """It reads ' Hello' behind its opening; the token that holds the space has no partner, all behind it has."""
+    s, t = table("Hello", " there", "!", " Hello"), table(" Hello", " ", "Hello", " there", "!")
+    aligner = Aligner(s, t, end_of_turn=-1, lead=" ")
+    text = aligner.write([0, 1, 2], greedy(t))
+    assert text.ids == (0, 3, 4)
+    aligned = aligner.align(text)
+    assert (pairs(aligned), counts(aligned)) == ([None, 1, 2], {"boundary": 1})
+    assert aligned.scores([-1.0, -2.0, -3.0], "even").log_probs.tolist() == [0.0, -2.0, -3.0], (
+        "nor has it a share of a span"
+    )
+    # Where the space is a token of its own, nothing is lost.
+    assert pairs(aligner.align(aligner.write([0, 1, 2], lambda _: [1, 2, 3, 4]))) == [1, 2, 3]
+    # A student with the same beginning wrote it already; one with another gives it up.
+    both = Aligner(s, t, end_of_turn=-1, lead=" ", own_lead=" ")
+    assert (both.write([3, 1], greedy(t)).ids, pairs(both.align(both.write([3, 1], greedy(t))))) == ((0, 3), [0, 1])
+    assert both.write([0, 1], greedy(t)).ids == (0, 3), "also one that left it out this time"
+    own = Aligner(s, t, end_of_turn=-1, own_lead=" ")
+    assert own.write([3, 1], greedy(t)).ids == (2, 3)
+    assert counts(own.align(own.write([3, 1], greedy(t)))) == {"normalised": 1}
+    # Behind the messages between two turns, too, and in no other place.
+    text = aligner.write([0, 2, 0], greedy(t), bridges=[Bridge(1, 1, (4, 4))], inserted=[(1, 2)])
+    assert text.ids == (0, 4, 4, 0)
+    assert aligner.write([], greedy(t)).ids == ()
 
 
 def test_8_padded_vocabulary_ids_are_no_text() -> None:
@@ -607,7 +736,7 @@ def check_that_the_short_way_is_right(aligner: Aligner, text: Any) -> None:
     assert short.scores(np.zeros(len(text.ids))).unaligned == general.scores(np.zeros(len(text.ids))).unaligned
 
 
-LETTERS = st.text("ab\x00 \u00e9", min_size=1, max_size=20).map(str.encode)
+LETTERS = st.text("ab\x00 \u00e9\u2581", min_size=1, max_size=20).map(str.encode)
 TABLES = st.lists(st.one_of(LETTERS, st.binary(max_size=3), st.none()), min_size=1, max_size=12).map(
     lambda pieces: table(b"a", b"b", *pieces, None, eos=[len(pieces) + 2], names={len(pieces) + 2: "<|im_end|>"})
 )
@@ -617,7 +746,11 @@ TABLES = st.lists(st.one_of(LETTERS, st.binary(max_size=3), st.none()), min_size
 @given(s=TABLES, t=TABLES, data=st.data())
 def test_the_short_way_and_the_general_way_agree(s: TokenBytes, t: TokenBytes, data: Any) -> None:
     """Random vocabularies and ids: a teacher that cuts the text in its own way, and one that spells anything."""
-    aligner = Aligner(s, t, end_of_turn=len(t.table) - 1, reuse_ids=data.draw(st.booleans()))
+    lead, own = (data.draw(st.sampled_from(["", " ", "a"])) for _ in range(2))
+    t = replace(
+        t, marks_spaces=data.draw(st.booleans()), dummy_prefix=data.draw(st.sampled_from(["no", "missing", "always"]))
+    )
+    aligner = Aligner(s, t, end_of_turn=len(t.table) - 1, reuse_ids=data.draw(st.booleans()), lead=lead, own_lead=own)
     ids = data.draw(st.lists(st.integers(-1, len(s.table)), max_size=20))
     stop = data.draw(st.integers(0, len(ids)))
     inserted = [(stop // 2, stop)] if stop // 2 < stop and data.draw(st.booleans()) else []

@@ -18,6 +18,7 @@ from slime_tandem.distill.panel import TeacherPanel, combine
 from slime_tandem.distill.special_tokens import map_special_tokens
 from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import DataError, ModelError
+from slime_tandem.tokens import reading
 from slime_tandem.tokens.reading import _nfc, read_text
 from slime_tandem.tokens.token_bytes import TokenBytes, build_token_bytes
 from slime_tandem.types import AlignedScores, Message, Origin, Prompt, SampleKey, TandemSample
@@ -150,6 +151,33 @@ def test_a_tower_of_accents_is_read_in_linear_time() -> None:
     read = read_text(tower.encode(), composing)
     assert read.spelt.decode().startswith("\u00e1\u0316\u0316")
     assert read.spelt.decode().endswith("\u0301\uac01")
+
+
+def test_one_accent_costs_what_one_accent_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a pass in Python over the whole text, a hundred times the rest of `write`."""
+    composing = TokenBytes(tuple(BYTES), frozenset(), frozenset(), normalises="NFC")
+    looked_at: list[int] = []
+    monkeypatch.setattr(reading, "_nfc", lambda text: looked_at.append(len(text)) or _nfc(text))
+    prose = "The quick br\u00f6wn fox. " * 6_000
+    read = read_text((prose + "cafe\u0301" + prose).encode(), composing)
+    assert read.spelt == (prose + "caf\u00e9" + prose).encode()
+    assert read.edits is not None
+    assert [a.tolist() for a in (read.edits.start, read.edits.width)] == [[len(prose.encode()) + 3], [2]]
+    assert sum(looked_at) <= 4
+    looked_at.clear()
+    read_text(unicodedata.normalize("NFD", prose).encode(), composing)
+    assert sum(looked_at) <= 4 * 6_000, "in proportion to the accents"
+
+
+def test_no_character_that_composition_touches_is_overlooked() -> None:
+    known = reading._unstable()
+    seconds = reading._second_starters()
+    for code in range(0x110000):
+        c = chr(code)
+        if unicodedata.combining(c) or not unicodedata.is_normalized("NFC", c) or c in seconds:
+            assert code < len(known) - 1
+            assert known[code]
+    assert not known[-1]
 
 
 @given(

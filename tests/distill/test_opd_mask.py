@@ -99,7 +99,7 @@ def test_a_response_without_scores_stands_between_others() -> None:
     assert [m.tolist() for m in got.masks] == [[False, True], [False] * 3, [True]]
 
 
-def test_draws_advance_with_the_rollout_but_for_the_reference() -> None:
+def test_draws_advance_with_the_rollout() -> None:
     def mask(rollout: int, **more: object) -> list[bool]:
         settings = choice(selector="random", ratio=0.3, **more)
         got = opd_mask(keys(1, rollout), usable(40), [lists_of([1.0] * 40)], settings)
@@ -107,7 +107,6 @@ def test_draws_advance_with_the_rollout_but_for_the_reference() -> None:
         return got.masks[0].tolist()
 
     assert mask(0) == mask(0) != mask(1)
-    assert mask(0, rules="reference", missing_mass="fill") == mask(1, rules="reference", missing_mass="fill")
 
 
 def test_lists_of_every_response_and_one_rollout_are_needed() -> None:

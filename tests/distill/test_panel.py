@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,14 @@ from slime_tandem.distill.alignment import Aligner
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
 from slime_tandem.distill.panel import TeacherPanel, combine, student_candidates
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher, describe_special, response_log_probs
-from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, TeacherScoreError
+from slime_tandem.errors import (
+    DataError,
+    EngineError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    ModelError,
+    TeacherScoreError,
+)
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import AlignedScores, AuthorRun, Message, Prompt, SampleKey, TandemSample
@@ -511,3 +519,40 @@ def test_a_teacher_that_cannot_work_is_refused_at_the_start() -> None:
     assert "256 <|im_end|> (eos, turn_end) -> 256 <|eot_id|>" in describe_special(good.aligner)
     with pytest.raises(ModelError, match=r"tokenizer of teacher=.*expected ids that spell"):
         check_teacher(make(lambda text: list(text.upper().encode())))
+
+
+class Strict(ScriptedTeacher):
+    """Fails a whole batch for one unusable answer, as the HTTP client does."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        answers = await super().generate(requests)
+        for answer in answers:
+            if any(v is not None and not math.isfinite(v) for v in answer.input_log_probs[1:]):
+                raise EngineError(f"teacher engine answer {answer.rid!r}", math.nan, "a finite log-prob", "see its log")
+        return answers
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 128])
+def test_an_engine_that_fails_a_batch_for_one_answer_fails_its_own_sample_only(max_batch: int) -> None:
+    samples = [sample(i, [2, 2, 2]) for i in range(4)]
+    healthy = score(make_teacher(ScriptedTeacher(), max_batch), samples)
+    spoilt = {i: with_value(-1, float("nan")) for i in (1, 2)}
+    found = score(make_teacher(Strict(spoilt), max_batch), samples)
+    for i, (got, want) in enumerate(zip(found, healthy, strict=True)):
+        if i in spoilt:
+            assert isinstance(got, TeacherScoreError)
+            assert f"score-0-7-{i}" in str(got)
+        else:
+            assert isinstance(got, AlignedScores)
+            assert isinstance(want, AlignedScores)
+            assert got.log_probs.tolist() == want.log_probs.tolist()
+
+
+@pytest.mark.parametrize("kind", [EngineUnavailableError, EngineRejectedError])
+def test_an_engine_that_is_away_or_refuses_is_no_samples_own_fault(kind: type[EngineError]) -> None:
+    class Away:
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            raise kind("teacher engine", "away", "an answer", "start it")
+
+    with pytest.raises(kind):
+        score(make_teacher(Away()), [sample(0, [2])])  # type: ignore[arg-type]

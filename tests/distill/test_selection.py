@@ -209,18 +209,6 @@ def test_metrics_and_overlap() -> None:
     assert overlap(nothing, nothing) is None
 
 
-def test_the_references_rules_can_be_had() -> None:
-    """Ties to the earliest position of a response, nothing beyond the clipping, the same draws in every rollout."""
-    h = [0.2, 1.5, 1.0, 9.0, 1.2, 0.1]
-    scores = scores_of(h, [0.0] * 6, [0.0] * 6)
-    assert chosen(scores, "entropy", 0.3, [6]) == [1, 3], "1.5 and 9 are the largest"
-    assert chosen(scores, "entropy", 0.3, [6], reference=True) == [1, 2], "all above 1 are alike"
-    assert chosen(scores, "entropy", 0.3, [3, 3], reference=True) == [1, 3], "positions 1 and 0 of two responses"
-    flat = scores_of([0.0] * 50, [0.0] * 50, [0.0] * 50)
-    first, second = (chosen(flat, "random", 0.2, [50], rollout_id=r, reference=True) for r in (0, 5))
-    assert first == second
-
-
 def test_nothing_to_choose_from() -> None:
     for selector in SELECTORS:
         assert chosen(scores_of([], [], []), selector, 0.5, [], min_keep_per_sample=1) == []
@@ -252,12 +240,8 @@ def test_a_selector_of_ones_own_is_as_good_as_a_built_in_one(own: Callable[[str,
     for seed in range(5):
         scores = random_scores(seed, 40)
         for mine, theirs in ((name, "tip"), (split, "split_budget_ca")):
-            for reference in (False, True):
-                a, b = (
-                    chosen(scores, s, 0.3, [25, 15], budget=budget, gamma=0.4, reference=reference)
-                    for s in (mine, theirs)
-                )
-                assert a == b
+            a, b = (chosen(scores, s, 0.3, [25, 15], budget=budget, gamma=0.4) for s in (mine, theirs))
+            assert a == b
         assert len(chosen(scores, array, 0.3, [25, 15])) == math.ceil(0.3 * int(scores.valid.sum()))
 
 

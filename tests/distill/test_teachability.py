@@ -191,18 +191,6 @@ def test_a_probability_of_zero_stays_finite() -> None:
     assert got.divergence[0] > 20
 
 
-def test_the_references_normalisation_counts_masked_tokens_and_joins_d_and_c_first() -> None:
-    """Quantiles over all six; its ca_softor takes the product of raw D and C as one score."""
-    d, c = np.array([0.0, 2.0, 4.0, 1.0, 8.0, 8.0]), np.array([1.0, 0.5, 0.25, 1.0, 0.5, 1.0])
-    valid = np.array([True] * 4 + [False] * 2)
-    raw = RawScores(np.zeros(6), np.zeros(6), d, d, c)
-    own, theirs = (token_scores(raw, valid, "batch_minmax", reference=r) for r in (False, True))
-    assert own.D.clipped.tolist() == [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
-    assert theirs.D.clipped.tolist() == [0.0, 0.25, 0.5, 0.125, 1.0, 1.0]
-    assert own.ca_softor[:4] == pytest.approx([0.0, 0.5 / 3, 0.0, 0.25])
-    assert theirs.ca_softor == pytest.approx([0.0, 1 / 8, 1 / 8, 1 / 8, 4 / 8, 1.0])
-
-
 def test_bad_lists_are_refused() -> None:
     ids, lp = np.array([[1, 2]]), np.log([[0.5, 0.4]])
     with pytest.raises(DataError, match=r"teacher_log_probs\[0, 1\]=nan"):

@@ -108,20 +108,16 @@ def test_padding() -> None:
 
 @dataclass
 class FakeTokenizer:
-    """What the probe asks of a tokenizer; `prompt` and `eos` are what is wrong with it."""
+    """What the probe asks of a tokenizer; `prompt` and `unlisted_ends` are what is wrong with it."""
 
     prompt: tuple[int, ...] = (256, 65)
-    eos: int = 257
+    unlisted_ends: frozenset[int] = frozenset()
     exact: bool = True
 
     @property
     def tokens(self) -> TokenBytes:
         table = (*(bytes([i]) for i in range(256)), None, None)
         return TokenBytes(table, frozenset({256, 257}), frozenset({257}), {256: "<s>", 257: "</s>"})
-
-    @property
-    def hf(self) -> Any:
-        return type("Hf", (), {"eos_token_id": self.eos})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode() if self.exact else text.upper().encode())
@@ -139,7 +135,7 @@ class FakeTokenizer:
         (FakeTokenizer(), 264, "pass", "258 ids, bytes exact; a turn ends with 257 </s>"),
         (FakeTokenizer(), 257, "fail", "258 ids, but logits for 257"),
         (FakeTokenizer(prompt=(256, 256, 65)), None, "fail", "two begins of text"),
-        (FakeTokenizer(eos=256), None, "warn", "ends turns with [257], the tokenizer names 256"),
+        (FakeTokenizer(unlisted_ends=frozenset({256})), None, "warn", "ends turns with [256], which generation_config"),
         (FakeTokenizer(exact=False), None, "fail", "spell"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from slime_tandem.engines import client as client_module
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError, WeightVersionError
 from slime_tandem.protocol import GenerateRequest
@@ -210,7 +211,7 @@ def test_nobody_there_is_unavailable() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 415, 422])
 def test_refusals_are_raised_at_once_with_the_servers_words(status: int) -> None:
     received: list[int] = []
 
@@ -223,6 +224,44 @@ def test_refusals_are_raised_at_once_with_the_servers_words(status: int) -> None
     assert received == [1]
     for part in ("teacher", "/generate", f"HTTP {status}", "input_ids: too long"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (400, "correct the request"),
+        (401, "api_key_env"),
+        (403, "--allowed-hosts"),
+        (413, "ask for less"),
+        (415, "proxy"),
+    ],
+)
+def test_a_refusal_says_what_to_do(status: int, remedy: str) -> None:
+    with pytest.raises(EngineRejectedError, match=f"Remedy: .*{remedy}"):
+        play([say({"error": {"message": "no"}}, status)])
+
+
+def test_a_body_that_came_too_slowly_is_sent_again() -> None:
+    results, _, received = play([say({"error": {"message": "slow"}}, 408), good])
+    assert (len(results), len(received)) == (1, 2)
+
+
+@pytest.mark.parametrize("field", ["input_ids", "stop_token_ids", "token_ids_logprob"])
+def test_what_is_too_large_for_one_request_is_sent_in_several(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedded server takes bodies of so many bytes; the answers are those of one request."""
+    monkeypatch.setattr(client_module, "_MOST_IDS", 20)
+
+    async def answer_all(_: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        empty = {"output_token_ids_logprobs": [[[-1.0, 1, None]]] * 2}
+        return web.json_response([answer(rid, **empty) for rid in body["rid"]])
+
+    fields: dict[str, Any] = {"input_ids": (1, 2, 3), field: tuple(range(1, 9))}
+    requests = [GenerateRequest(f"r{i}", max_new_tokens=2, **fields) for i in range(5)]
+    results, _, received = play([answer_all] * 5, lambda c: c.generate(requests))
+    assert [result.rid for result in results] == [f"r{i}" for i in range(5)]
+    assert sorted(len(body["rid"]) for body in received) == ([1, 2, 2] if field == "input_ids" else [1] * 5)
+    [one] = play([answer_all], lambda c: c.generate([requests[0]]))[0]
+    assert one.rid == "r0"
 
 
 BAD_ANSWERS: dict[str, tuple[Any, str]] = {
@@ -335,3 +374,15 @@ def test_the_key_is_sent() -> None:
     play([note], api_key="abc")
     play([note])
     assert seen == ["Bearer abc", None]
+
+
+def test_a_server_that_scores_at_temperature_one_is_refused_where_another_was_asked_for() -> None:
+    """SGLang takes `custom_params` and does nothing with them: its answer says nothing of a temperature."""
+    request = GenerateRequest("r", (1, 2, 3), 0, input_temperature=0.5)
+    scored = answer("r", [], input_token_logprobs=[[None, 1, None], [-1.0, 2, None], [-1.0, 3, None]])
+    with pytest.raises(EngineRejectedError, match=r"those at temperature 0\.5.*opd\.teacher_temperature=1"):
+        play([say([scored])], lambda c: c.generate([request]))
+    scored["meta_info"]["input_temperature"] = 0.5
+    result, _, received = play([say([scored])], lambda c: c.generate([request]))
+    assert result[0].input_ids[-1] == 3
+    assert received[0]["sampling_params"][0]["custom_params"] == {"input_temperature": 0.5}

@@ -161,7 +161,7 @@ def test_unusable_settings_are_told(folders: dict[str, Path], tmp_path: Path) ->
     with pytest.raises(ModelError, match="existing folder"):
         serve(str(tmp_path / "nothing"))
     with pytest.raises(EngineUnavailableError, match="host"):
-        serve(str(folders["llama"]), ServeOptions(host="192.0.2.1"))
+        serve(str(folders["llama"]), ServeOptions(host="192.0.2.1", api_key="k"))
 
 
 def test_the_command_line_prints_one_line_for_a_user_error(

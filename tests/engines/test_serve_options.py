@@ -27,6 +27,7 @@ OPTIONS = st.builds(
     cache_tokens=st.integers(64, 2**31),
     threads=st.integers(1, 1024),
     api_key=st.none() | st.text(min_size=1),
+    allowed_hosts=st.none() | TEXT,
     served_name=st.none() | TEXT,
     weight_version=TEXT,
     trust_remote_code=st.booleans(),
@@ -45,7 +46,7 @@ def test_a_child_makes_the_same_options_of_the_flags_and_the_environment(options
     args = parser().parse_args(options.argv())
     key = None if args.api_key_env is None else options.environment()[args.api_key_env]
     assert ServeOptions.from_args(args, key) == options
-    options.check()
+    replace(options, api_key="any").check()
     if options.api_key is not None:
         other = replace(options, api_key="another")
         assert (other.argv(), repr(other)) == (options.argv(), repr(options)), "neither tells anything of the key"
@@ -83,14 +84,24 @@ def test_numbers_have_bounds(name: str, least: int, most: int) -> None:
             ServeOptions(**{name: value}).check()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.org", ""])
+def test_an_address_beyond_this_machine_needs_a_key(host: str) -> None:
+    with pytest.raises(DataError, match=r"host=.*loopback.*--api-key-env"):
+        ServeOptions(host=host).check()
+    ServeOptions(host=host, api_key="k").check()
+    for own in ("127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"):
+        ServeOptions(host=own).check()
+
+
 def test_what_a_server_cannot_take_is_told(tmp_path: Path) -> None:
     for options, told in (
         (ServeOptions(max_batch=8), "max_batch=8: .*SglangProcess"),
-        (ServeOptions(api_key="secret"), r"api_key='\(not shown\)'"),
+        (ServeOptions(dtype="bfloat16"), "dtype='bfloat16': .*SglangProcess"),
     ):
-        with pytest.raises(ConfigError, match=told) as caught:
+        with pytest.raises(ConfigError, match=told):
             SglangProcess("m", options, python=sys.executable, log_file=tmp_path / "log")
-        assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"api_key='\(not shown\)'"):
+        ServeOptions(api_key="secret").only("port", server="it")
     SglangProcess("m", ServeOptions(port=7, weight_version="3"), python=sys.executable, log_file=tmp_path / "log")
 
 

@@ -11,6 +11,7 @@ from slime_tandem.evaluation.figures import (
     drift_figures,
     handoff_figures,
     legibility_figures,
+    set_figures,
     solo_figures,
     undefined,
 )
@@ -55,6 +56,21 @@ def test_handoff_by_hand() -> None:
         "handoff/response_tokens": 3.0,
         "handoff/truncated": 0.0,
     }
+
+
+def test_each_set_and_the_macro_average_by_hand() -> None:
+    """One prompt of aime, three of amc: the mean over prompts counts amc three times, the macro average once."""
+    right = [True, True, *[False, True], *[False, False], *[False, False]]
+    got = values(set_figures("solo", right, ["aime", "amc", "amc", "amc"], chains=2))
+    assert got == {
+        "solo/aime/pass@1": 1.0,
+        "solo/amc/pass@1": pytest.approx(0.5 / 3),
+        "solo/macro/pass@1": pytest.approx((1 + 0.5 / 3) / 2),
+        "solo/aime/pass@2": 1.0,
+        "solo/amc/pass@2": pytest.approx(1 / 3),
+        "solo/macro/pass@2": pytest.approx(2 / 3),
+    }
+    assert set_figures("solo", right, ["amc"] * 4, chains=2) == []
 
 
 def test_retention_is_undefined_where_solo_is_never_right() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,26 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError, DataError, ModelError, RunDirError, TokenizerMismatchError
+from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.sglang_child import API_KEY_ENV
+from slime_tandem.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    ModelError,
+    RunDirError,
+    TandemError,
+    TeacherScoreError,
+    TokenizerMismatchError,
+)
+from slime_tandem.local import run as local_run
 from slime_tandem.local.run import train
 from slime_tandem.rollout.boundaries import BoundaryRecord
 
 from ..forked import Command, Forks
 from ..in_process import ThreadServer
-from ..waiting import PATIENCE_S, wait_until
+from ..waiting import wait_until
 
 BASE: dict[str, Any] = {
     "name": "r",
@@ -141,11 +157,49 @@ def uninterrupted(trio, _shared_servers: None, tmp_path_factory: pytest.TempPath
         "slime_tandem.cli",
         *arguments(settings(trio, root / "runs", **own("senior")), root),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
-    assert "ResourceWarning" not in done.stderr
+    with (root / "out").open("wb") as out, (root / "err").open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        wait_until(lambda: _KEYS.look() or process.poll() is not None)
+    finally:
+        process.kill()
+        process.wait()
+    stderr = (root / "err").read_text()
+    assert process.returncode == 0, stderr
+    assert "report.html" in (root / "out").read_text()
+    assert "ResourceWarning" not in stderr
     return root / "runs" / "r"
+
+
+class _Keys:
+    """Keys of servers, and the command lines of all processes, as they are seen while a run goes on."""
+
+    def __init__(self) -> None:
+        self.found: set[bytes] = set()
+        self.command_lines: set[bytes] = set()
+
+    def look(self) -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                self.command_lines.add((process / "cmdline").read_bytes())
+                for entry in (process / "environ").read_bytes().split(b"\0"):
+                    if entry.startswith(f"{API_KEY_ENV}=".encode()):
+                        self.found.add(entry.partition(b"=")[2])
+
+
+_KEYS = _Keys()
+
+
+def test_the_key_of_a_run_is_in_no_file_and_no_command_line(uninterrupted: Path) -> None:
+    """In the environment of the server alone, which its own user can read, and nobody else."""
+    keys = {key for key in _KEYS.found if len(key) == 43}  # as `secrets.token_urlsafe(32)` makes them
+    assert keys, "the run had a server of its own, with a key"
+    assert any(b"embedded.child" in line for line in _KEYS.command_lines)
+    files = [path for path in uninterrupted.parents[1].rglob("*") if path.is_file()]
+    assert {"config.yaml", "senior.log", "report.html", "metrics.jsonl", "out", "err"} <= {path.name for path in files}
+    for key in keys:
+        assert not [line for line in _KEYS.command_lines if key in line]
+        assert not [path for path in files if key in path.read_bytes()]
 
 
 def test_a_run_leaves_everything_that_is_promised(uninterrupted: Path) -> None:
@@ -613,3 +667,171 @@ def test_resuming_where_runs_would_end_elsewhere_is_refused(trio, uninterrupted:
     path.write_text(dataclasses.replace(record, ids=record.ids - {min(record.ids)}).to_json())
     with pytest.raises(RunDirError, match=r"boundaries of the run.*resume with the models"):
         train(RunConfig.from_mapping(settings(trio, tmp_path)), resume=True)
+
+
+# ---- a disk and engines that fail ----
+
+
+@contextmanager
+def disk_of(at: Path, mib: int) -> Iterator[None]:
+    """A file system of its own at this place, so small that it can be filled."""
+    at.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(at)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system needs root (tests/cli has a full disk that is made believe)")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the room that is left."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(itertools.repeat(bytes(4096)))
+    return ballast
+
+
+@pytest.mark.parametrize("when", ["_save", "_send"])
+def test_a_really_full_disk_ends_in_one_sentence_and_the_run_goes_on(
+    trio, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:  # type: ignore[no-untyped-def]
+    """The disk is full before the checkpoint of the second step is written, or before its weights are."""
+    disk, real, calls = tmp_path / "disk", getattr(local_run, when), itertools.count(1)
+
+    def fills(*given: Any) -> Any:
+        if next(calls) == {"_save": 2, "_send": 3}[when]:
+            fill(disk)
+        return real(*given)
+
+    with disk_of(disk, 24):
+        config = RunConfig.from_mapping(settings(trio, disk / "runs", control=False))
+        with monkeypatch.context() as patch:
+            patch.setattr(local_run, when, fills)
+            with pytest.raises(TandemError) as caught:
+                train(config)
+        assert str(disk / "runs" / "r") in str(caught.value)
+        assert "space" in caught.value.remedy
+        assert "\n" not in str(caught.value)
+        with pytest.raises(RunDirError, match=r"No space left.*free space on that disk"):
+            train(config, resume=True)  # told at once
+        (disk / "ballast").unlink()
+        train(config, resume=True)
+        for name in ("metrics.jsonl", "eval.jsonl", "rewards.jsonl"):
+            assert comparable(disk / "runs" / "r" / name) == comparable(uninterrupted / name), name
+
+
+def test_a_run_folder_that_turned_read_only_is_told_and_stays_as_it_was(
+    trio, uninterrupted: Path, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    disk = tmp_path / "disk"
+    with disk_of(disk, 24):
+        tree = settings(trio, disk / "runs", control=False)
+        train(RunConfig.from_mapping(tree | {"train": {**BASE["train"], "steps": 2}}))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        config = RunConfig.from_mapping(tree)
+        for other, resume in ((config, True), (config.model_copy(update={"name": "new"}), False)):
+            with pytest.raises(
+                RunDirError, match=r"Read-only file system.*check the path and its permissions"
+            ) as caught:
+                train(other, resume=resume)
+            assert str(other.run_dir) in str(caught.value)
+            assert "\n" not in str(caught.value)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        train(config, resume=True)
+        assert comparable(disk / "runs" / "r" / "metrics.jsonl") == comparable(uninterrupted / "metrics.jsonl")
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, role: str, field: str) -> None:
+    """Answers of one role's server have NaN for every log-prob of a field."""
+    real = EngineClient._parse
+
+    def parse(self: EngineClient, path: str, raw: bytes) -> Any:
+        answers = real(self, path, raw)
+        if self.role == role and path == "/generate":
+            for answer in answers if isinstance(answers, list) else [answers]:
+                for entry in answer["meta_info"].get(field) or ():
+                    entry[0] = float("nan")
+        return answers
+
+    monkeypatch.setattr(EngineClient, "_parse", parse)
+
+
+def test_nan_from_a_teacher_is_masked_and_counted_or_ends_the_run(
+    trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    lie(monkeypatch, "teacher", "input_token_logprobs")
+    once = {"train": {**BASE["train"], "steps": 1}, "control": False}
+    train(RunConfig.from_mapping(settings(trio, tmp_path / "runs", **once)))
+    (row,) = rows(tmp_path / "runs" / "r" / "metrics.jsonl")
+    assert row["opd/failed_samples"] == 6.0
+    assert row["opd/teacher_kl"] is None
+    assert row["train/loss"] is not None
+    config = RunConfig.from_mapping(settings(trio, tmp_path / "stop", **once, opd={"on_failed_sample": "stop"}))
+    with pytest.raises(TandemError, match=r"teacher.*nan: expected a finite"):
+        train(config)
+    config = RunConfig.from_mapping(settings(trio, tmp_path / "drop", **once, opd={"on_failed_sample": "drop_sample"}))
+    with pytest.raises(
+        TeacherScoreError, match=r"samples that a teacher has scored='0 of 6'.*\n.*nan: expected a finite"
+    ):
+        train(config)
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop_sample"])
+def test_nan_from_the_senior_fails_all_samples_and_ends_the_run_in_a_sentence(
+    trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:  # type: ignore[no-untyped-def]
+    lie(monkeypatch, "senior", "output_token_logprobs")
+    tree = settings(trio, tmp_path / "runs", control=False)
+    config = RunConfig.from_mapping(tree | {"sampling": {**BASE["sampling"], "on_failed_sample": policy}})
+    with pytest.raises(EngineError, match=r"samples that could not be written='4 of 4': ") as caught:
+        train(config)
+    _, first = str(caught.value).split("\n")
+    assert "output_token_logprobs[0]=nan: expected a finite log-prob" in first
+    assert not list(tmp_path.glob("**/step-*"))
+
+
+def test_lost_rows_are_missed_at_resume(trio, uninterrupted: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    copy = Path(shutil.copytree(uninterrupted, tmp_path / "r"))
+    config = RunConfig.from_mapping(settings(trio, tmp_path) | {"train": {**BASE["train"], "steps": 5}})
+    for name, says in (
+        ("metrics.jsonl", "0 rows, .* step 0"),
+        ("eval.jsonl", "no row of the evaluation before training"),
+    ):
+        content = (copy / name).read_bytes()
+        (copy / name).unlink()
+        with pytest.raises(RunDirError, match=rf"{name}='{says}"):
+            train(config, resume=True)
+        (copy / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("step", [-5, 3, 2**63, "4", None])
+def test_a_checkpoint_whose_step_is_not_its_folders_is_refused(
+    trio, uninterrupted: Path, tmp_path: Path, step: object
+) -> None:  # type: ignore[no-untyped-def]
+    copy = Path(shutil.copytree(uninterrupted, tmp_path / "r"))
+    path = max((copy / "checkpoints").iterdir()) / "state.json"
+    tree = json.loads(path.read_text())
+    tree["extra"]["step"] = step
+    path.write_text(json.dumps(tree))
+    config = RunConfig.from_mapping(settings(trio, tmp_path) | {"train": {**BASE["train"], "steps": 5}})
+    with pytest.raises(
+        CheckpointError, match=r"state\.json extra\.step=.*Remedy: delete this folder to resume from an older"
+    ):
+        train(config, resume=True)
+
+
+def test_settings_of_a_cluster_are_not_ignored_without_a_word(
+    trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.yaml").write_text("")
+    config = RunConfig.from_mapping(settings(trio, tmp_path, cluster={"nodes": 2, "senior_tp": 4}))
+    with pytest.raises(RunDirError, match="--resume"):
+        train(config)
+    told = "read under slime alone, a local run takes no notice: cluster.nodes=2, cluster.senior_tp=4\n"
+    assert capsys.readouterr().err == told

@@ -104,7 +104,7 @@ def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
         ("tip:0.1:3 random:0.1:3", "an idx of its own for each method"),
         ("tip:0:3", "opd.selection.ratio=0"),
         ("tip:1.5:3", "opd.selection.ratio=1.5"),
-        ("pure_opd:0.1:3", "opd.selection.ratio=0.1: expected 1.0"),
+        ("my.module:f:2:3", "opd.selection.ratio=2"),
         ("solo_grpo:0.5:3", "solo_grpo:0.5:3': expected the number 1"),
         ("tandem_chunk:0.3:3", "tandem_chunk:0.3:3': expected the number 0.5"),
         ("tandem_word:2:3", "tandem.prob_senior=2"),
@@ -183,3 +183,85 @@ def test_any_folder_name_and_every_digit_of_a_ratio(folder: str) -> None:
     [(_, _, config)] = suite(Path(folder), "tip:0.12345678:10", "0").runs()
     assert config.run_dir.parent == Path(folder)
     assert config.opd.selection.ratio == 0.12345678
+
+
+PUBLISHED = {
+    "pure_opd": "full", "full_opd": "full", "full": "full", "none": "full", "teachability": "dlearn_high",
+    "teachability_high": "dlearn_high", "dlearn": "dlearn_high", "dlearn_high": "dlearn_high", "entropy": "entropy",
+    "high_entropy": "entropy", "teachability_entropy": "ca_softor", "entropy_teachability": "ca_softor",
+    "ta_softor": "ca_softor", "dlearn_entropy": "ca_softor", "teachability_entropy_split": "split_budget_ca",
+    "entropy_teachability_split": "split_budget_ca", "ta_split": "split_budget_ca", "tip": "tip", "tip_softor": "tip",
+    "q3_highc": "q3_highc", "q3_highC": "q3_highc", "q3": "q3", "divergence": "divergence", "high_d": "divergence",
+    "raw_d": "divergence", "random": "random", "compatibility": "compatibility", "high_c": "compatibility",
+}  # fmt: skip
+"""What TA-OPD's scripts take as a method, and the mask that each stands for there."""
+
+
+def test_every_published_name_commas_and_a_selector_of_ones_own(tmp_path: Path) -> None:
+    entries = ",".join(f"{name}:0.3:{i}" for i, name in enumerate(PUBLISHED))
+    runs = suite(tmp_path, f"{entries} my.module:best:0.2:99", "0").runs()
+    assert {m.name: c.opd.selection.mask for m, _, c in runs} == PUBLISHED | {"my.module:best": "my.module:best"}
+    for method, _, config in runs[:-1]:
+        assert config.opd.selection.ratio == (1.0 if PUBLISHED[method.name] == "full" else 0.3), "as published"
+    assert runs[-1][2].run_dir.name == "099-my.module.best-0.2-seed0"
+
+
+def test_settings_of_a_selection_reach_the_methods_that_select(tmp_path: Path) -> None:
+    more = ("opd.selection.rules=reference", "opd.selection.missing_mass=fill", "opd.selection.gamma=0.3",
+            "opd.selection.mask_seed=7", f"opd.token_bank_dir={tmp_path}/bank")  # fmt: skip
+    methods = "pure_opd:1:1 ta_split:0.1:2 tip:0.1:3 random:0.1:4 tandem_word:0.5:5"
+    found = {m.name: c for m, _, c in suite(tmp_path / "s", methods, "0", *more).runs()}
+    chosen = {name: (s.rules, s.gamma, s.mask_seed) for name, c in found.items() if (s := c.opd.selection)}
+    assert chosen["pure_opd"] == chosen["tandem_word"] == ("own", 0.5, 42)
+    assert chosen["ta_split"] == ("reference", 0.3, 42)
+    assert chosen["random"] == ("reference", 0.5, 7)
+    assert found["tip"].opd.token_bank_dir == f"{tmp_path}/bank/003-tip-0.1-seed0"
+    assert found["tandem_word"].opd.token_bank_dir is None
+
+
+def refused_by_the_script(folder: Path, variables: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", REPO / "scripts/train/run_method_suite.sh"], capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "DRY_RUN": "1", "VENV": str(folder / "venv"), **variables},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    return done.stderr
+
+
+def test_models_and_prompts_of_the_quick_start_are_what_is_trained(tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "train.jsonl").touch()
+    variables = {
+        "STUDENT_HF": "student", "TEACHER_MODEL": str(tmp_path / "teacher"), "PROMPT_DATA": "train.jsonl", "RULES": "reference",
+        "METHOD_LIST": "teachability:0.10:20", "ROLLOUT_BATCH_SIZE": "4", "N_SAMPLES_PER_PROMPT": "4", "GLOBAL_BATCH_SIZE": "8",
+        "OPD_COMPAT_PROXY": "prefix_ema", "OPD_TOKEN_BANK_DIR": "bank", "TAG": "mine",
+    }  # fmt: skip
+    called = called_by_the_script(tmp_path, variables).replace("'", "")
+    for part in (
+        f"suite {tmp_path}/out/mine ", f"models.senior={tmp_path}/student", f"models.teacher={tmp_path}/teacher",
+        f"tasks=[{{family: jsonl, path: {tmp_path}/train.jsonl}}]", "slime_opd.yaml", "train.updates_per_step=2",
+        "opd.selection.compatibility=prefix", "opd.selection.rules=reference", f"opd.token_bank_dir={tmp_path}/bank",
+        "--backend local",
+    ):  # fmt: skip
+        assert part in called
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"STUDENT_HF": "/no"}, "STUDENT_HF=/no: expected a Hugging Face folder"),
+        ({"PROMPT_DATA": "/no"}, "PROMPT_DATA=/no: expected an existing file"),
+        ({"STUDENT_TORCH_DIST": "/x", "BACKEND": "local"}, "STUDENT_TORCH_DIST=/x: expected nothing with BACKEND=local"),
+        ({"SLIME_DIR": "/no"}, "SLIME_DIR=/no: expected a checkout of slime"),
+        ({"OPD_BUDGET_MASK": "tip"}, "OPD_BUDGET_MASK=tip: expected nothing: METHOD_LIST"),
+        ({"TEACHER_GPU": "7"}, "TEACHER_GPU=7: expected nothing: the plan"),
+        ({"OPD_EXACT_CMASS": "1"}, "OPD_EXACT_CMASS=1: expected 0 with RULES=own"),
+        ({"OPD_EXACT_CMASS_OVERFLOW": "error"}, "OPD_EXACT_CMASS_OVERFLOW=error: expected fallback"),
+        ({"OPD_COMPAT_PROXY": "cosine"}, "OPD_COMPAT_PROXY=cosine: expected mass, set, bc or prefix_ema"),
+        ({"GLOBAL_BATCH_SIZE": "3", "ROLLOUT_BATCH_SIZE": "2", "N_SAMPLES_PER_PROMPT": "2"}, "GLOBAL_BATCH_SIZE=3: expected"),
+    ],
+)  # fmt: skip
+def test_variables_without_an_effect_are_refused(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+    assert message in refused_by_the_script(tmp_path, variables)

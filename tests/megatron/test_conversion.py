@@ -29,6 +29,7 @@ from slime_tandem.megatron import conversion
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.conversion import HfWeights, Job, convert, verify
 from slime_tandem.megatron.policy import MegatronPolicy
+from slime_tandem.megatron.recorded import KEY
 from slime_tandem.megatron.torch_dist import TorchDistReader, dist_key, find_torch_dist
 from slime_tandem.megatron.weights import load_hf_folder, megatron_recipes
 
@@ -444,7 +445,7 @@ def test_damaged_and_hostile_folders(make: Make, tmp_path: Path, monkeypatch: py
     def hole(index: Any) -> None:
         index.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
 
-    for change, message in ((away, r"points to \.\./elsewhere"), (hole, "0 of 32 values")):
+    for change, message in ((away, r"points to .\.\./elsewhere"), (hole, "chunks that do not cover")):
         (dist / ".metadata").write_bytes(good)
         doctored(dist, change)
         refused(message)
@@ -513,3 +514,124 @@ def test_slimes_own_converter_gives_the_same_names_and_values(slime_here: Any, m
         found |= dict(theirs(args, f"module.module.{te_name}", recipe.make([weights[s] for s in recipe.sources])))
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[n], weights[n]) for n in weights)
+
+
+FUNCTION = {
+    "num_heads": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+    "rope_theta": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    "norm_eps": {"rms_norm_eps": 0.3},
+    "rope": {
+        "rope_parameters": {
+            "rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+}  # fmt: skip
+
+
+def with_config(hf: Path, folder: Path, change: dict[str, Any]) -> Path:
+    shutil.copytree(hf, folder)
+    config = json.loads((hf / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    return folder
+
+
+@pytest.mark.parametrize("field", FUNCTION)
+def test_a_config_of_equal_shapes_that_computes_another_function_is_refused(
+    make: Make, tmp_path: Path, field: str
+) -> None:
+    hf = make("llama")
+    other = with_config(hf, tmp_path / "other", FUNCTION[field])
+    _, converted = convert(Job(hf, tmp_path / "dist"), lambda _: None)
+    MegatronPolicy.from_hf(hf, None).save_checkpoint(tmp_path / "step-000001", {"step": 1})
+    for source in (tmp_path / "dist", tmp_path / "step-000001"):
+        with pytest.raises(CheckpointError, match=r"(num_heads|rope|norm_eps)=.*as in .*other.*--like"):
+            convert(Job(source, tmp_path / "back", like=other), lambda _: None)
+    assert not (tmp_path / "back").exists()
+    # Each side is computed by its own config, so that a wrong one shows even where nobody compared them.
+    for source in (converted, tmp_path / "step-000001"):
+        with pytest.raises(CheckpointError, match=r"--verify=[0-9.]+: expected at most 0\.001 nats") as caught:
+            verify(other, source, by_megatron=False, say=lambda _: None)
+        assert isinstance(caught.value.value, float)
+        assert caught.value.value > 0.01
+
+
+class Spec:
+    """A class of Megatron's, which is nowhere here when the file is read."""
+
+    def __init__(self) -> None:
+        self.deep = {1: [torch.float32, self]}
+
+
+def megatrons(dist: Path, **args: Any) -> None:
+    """Rewrite `common.pt` as a training run of Megatron's leaves it: its arguments, foreign objects among them."""
+    common = torch.load(dist / "common.pt", weights_only=False)
+    common.pop(KEY, None)
+    common["args"].__dict__.update(args, spec=Spec(), dtype=torch.bfloat16, path=Path("/x"), names={"a", "b"})
+    common["rng"] = [{"cpu": torch.ones(3), "state": (1, b"x", None, 2**70, 1.5)}]
+    torch.save(common, dist / "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("field", "args"),
+    [
+        ("num_heads", {"num_attention_heads": 8, "kv_channels": 4}),
+        ("num_kv_heads", {"num_query_groups": 4}),
+        ("norm_eps", {"norm_epsilon": 1e-5}),
+        ("rope", {"rotary_base": 1_000_000}),
+        ("rope", {"use_rope_scaling": True}),
+        ("megatron apply_layernorm_1p", {"apply_layernorm_1p": True}),
+        ("megatron rotary_interleaved", {"rotary_interleaved": True}),
+        ("megatron swiglu", {"swiglu": False}),
+    ],
+)
+def test_megatrons_own_arguments_are_read_as_data_and_compared(
+    make: Make, tmp_path: Path, field: str, args: dict[str, Any]
+) -> None:
+    hf, said = make("llama"), []
+    _, dist = convert(Job(hf, tmp_path / "dist"), lambda _: None)
+    megatrons(
+        dist, norm_epsilon=1e-6, rotary_base=10_000, use_rope_scaling=False, swiglu=True, apply_layernorm_1p=False
+    )
+    convert(Job(tmp_path / "dist", tmp_path / "back", like=hf), said.append)
+    assert not any("not compared" in line for line in said)
+    megatrons(dist, **args)
+    with pytest.raises(CheckpointError, match=rf"{field}="):
+        convert(Job(tmp_path / "dist", tmp_path / "other", like=hf), lambda _: None)
+
+
+def test_what_a_checkpoint_does_not_state_is_said(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = make("llama")
+    _, dist = convert(Job(hf, tmp_path / "dist"), lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    torch.save(Evil(), dist / "common.pt")
+    for content in (b"", b"x" * 100, (dist / "common.pt").read_bytes()):
+        (dist / "common.pt").write_bytes(content)
+        said: list[str] = []
+        convert(Job(tmp_path / "dist", tmp_path / "back", like=hf, force=True), said.append)
+        assert any("not compared with" in line and "num_heads" in line and "rope" in line for line in said)
+        assert verify(tmp_path / "back", dist, by_megatron=False, say=said.append) < 1e-5
+        assert any("taken from" in line and "on both sides: num_heads" in line for line in said)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_other_dtypes_are_refused_before_anything_is_written(make: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+    hf = with_config(make("llama"), tmp_path / "hf", {})
+    weights = load_hf_folder(hf)
+    name = "model.layers.1.mlp.down_proj.weight"
+    good = weights[name]
+    weights[name] = good.to(dtype)
+    save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"dtype of {name}=.*expected one of F64, F32, BF16, F16"):
+        convert(Job(hf, tmp_path / "dist"), lambda _: None)
+    assert not list(tmp_path.glob("*dist*"))
+    _, dist = convert(Job(make("llama"), tmp_path / "dist"), lambda _: None)
+
+    def change(index: Any) -> None:
+        index.state_dict_metadata["decoder.final_layernorm.weight"].properties.dtype = dtype
+
+    doctored(dist, change)
+    with pytest.raises(CheckpointError, match=rf"{dtype} of model.norm.weight"):
+        convert(Job(tmp_path / "dist", tmp_path / "back", like=make("llama")), lambda _: None)
+    assert not list(tmp_path.glob("*back*"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pickle
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 from slime_tandem.config import OptimizerConfig
@@ -23,7 +21,6 @@ from slime_tandem.errors import CheckpointError, DataError, ModelError, TandemEr
 from slime_tandem.megatron import checkpoint, core
 from slime_tandem.megatron import policy as policy_module
 from slime_tandem.megatron.policy import MegatronPolicy
-from slime_tandem.megatron.torch_dist import IndexUnpickler
 
 V = 53
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -332,7 +329,7 @@ def test_missing_and_foreign_checkpoints(saved: tuple[MegatronPolicy, Path], tmp
     refused(policy, tmp_path / "empty", r"unreadable state\.json")
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": "another 7"}))
-    refused(policy, folder, "format 'another 7'")
+    refused(policy, folder, "format=.*another 7")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "state.json"])
@@ -362,27 +359,6 @@ def test_checkpoint_without_optimizer_state(saved: tuple[MegatronPolicy, Path], 
     frozen = MegatronPolicy.from_hf(policy.source, None)
     frozen.save_checkpoint(tmp_path / "weights", {})
     refused(policy, tmp_path / "weights", "no optimizer state")
-
-
-class ByGetattr:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an Enum: by getattr."""
-
-    def __init__(self, owner: object, name: str) -> None:
-        self.call = (getattr, (owner, name))
-
-    def __reduce__(self) -> tuple[object, tuple[object, str]]:
-        return self.call
-
-
-def test_an_index_written_by_an_early_python_3_11_is_read_and_getattr_reaches_nothing_else() -> None:
-    def load(value: object) -> object:
-        return IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
-
-    member = next(iter(_MEM_FORMAT_ENCODING))
-    assert load(ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is member
-    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__"), (torch.Size, "numel")):
-        with pytest.raises(pickle.UnpicklingError, match="getattr"):
-            load(ByGetattr(owner, name))
 
 
 class Evil:
@@ -422,12 +398,12 @@ def test_an_index_may_hold_tensors_of_this_folder_only(saved: tuple[MegatronPoli
     index.state_dict_metadata[key] = BytesStorageMetadata()
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     reseal(folder)
-    refused(policy, folder, "BytesStorageMetadata has no place in a tensor index")
+    refused(policy, folder, "an object under .* tensors only")
     index.state_dict_metadata[key] = tensor
     next(iter(index.storage_data.values())).relative_path = "../elsewhere"
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     reseal(folder)
-    refused(policy, folder, r"points to \.\./elsewhere")
+    refused(policy, folder, r"points to .\.\./elsewhere")
 
 
 def test_an_index_without_a_tensor(saved: tuple[MegatronPolicy, Path]) -> None:

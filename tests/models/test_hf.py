@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tandem.errors import ModelError
-from slime_tandem.models.hf import check_revision, load_model, load_tokenizer
+from slime_tandem.models.hf import check_model_folder, check_revision, load_model, load_tokenizer
 
 
 class _Bomb:
@@ -102,3 +103,18 @@ def test_a_revision_is_the_snapshot_of_a_cache(tmp_path: Path) -> None:
     check_revision(tmp_path, None)
     with pytest.raises(ModelError, match="revision='main'"):
         check_revision(tmp_path, "main")
+
+
+def test_a_folder_with_what_is_no_file_is_refused_before_it_is_read(model_copy: Callable[[str], Path]) -> None:
+    """Reading a pipe, or a device, may never end."""
+    folder = model_copy("llama")
+    os.mkfifo(folder / "extra.json")
+    with pytest.raises(ModelError, match=r"extra\.json.*regular files"):
+        check_model_folder(folder)
+    (folder / "extra.json").unlink()
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="regular files"):
+        check_model_folder(folder)
+    with pytest.raises(ModelError, match="existing folder"):
+        check_model_folder("x" * 10_000)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime_tandem.errors import ModelError
+from slime_tandem.models.template_probe import is_bounded
 from slime_tandem.models.tokenizer import ModelTokenizer, require_rows
+from slime_tandem.tasks.pool import Limits
 from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.types import Message
 
 
 def tokenizer(folder: Path, rows: object, eos: int = 0) -> ModelTokenizer:
@@ -48,3 +52,42 @@ def test_a_folder_with_nothing_but_a_tokenizer_has_no_rows_to_compare(tmp_path: 
     given = tokenizer(tmp_path, 1)
     (tmp_path / "config.json").unlink()
     require_rows(given)
+
+
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+BOMBS = {
+    "product": "{{ 'x' * 3000000000 }}",
+    "for some roles": PLAIN + "{% if messages[0].role == 'system' %}{{ 'x' * 3000000000 }}{% endif %}",
+    "of the prompt": "{{ messages[0].content * 1000000 }}",
+    "width": "{{ '%09999999d' | format(1) }}",
+    "doubled": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_does_not_end_is_refused(trio: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import slime_tandem.models.tokenizer as module
+
+    hf = module.load_tokenizer(trio.senior)
+    hf.chat_template = BOMBS[name]
+    monkeypatch.setattr(module, "load_tokenizer", lambda *_, **__: hf)
+    if name == "loops":  # it would take its ten seconds
+        monkeypatch.setattr("slime_tandem.models.template_probe.LIMITS", Limits(0.5, 2048, 1, guarded=False))
+    with pytest.raises(ModelError, match="a template that renders a few short turns within"):
+        ModelTokenizer.load(trio.senior)
+
+
+def test_templates_that_refuse_roles_or_mark_what_is_generated_are_bounded() -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
+    marks = (
+        "{% for m in messages %}{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}{{ bos_token }}"
+    )
+    for template in (PLAIN, refuses, marks, "{{ 1 / 0 }}", "{% broken"):
+        assert is_bounded(template, (("bos_token", "<s>"),)), template
+
+
+def test_what_a_message_says_is_no_template(trio: Any) -> None:
+    student = ModelTokenizer.load(trio.senior)
+    text = BOMBS["product"]
+    assert text in student.decode(student.render([Message("user", text)]))

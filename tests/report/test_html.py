@@ -3,13 +3,18 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
 
 import pytest
 
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
 from slime_tandem.report import html
 from slime_tandem.report.curves import MAX_POINTS, curve
 from slime_tandem.report.html import task_curves, transcript_groups, visible, write_report
+from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
+
+from .conftest import eval_row, step_row
 
 ATTACK = "</script><script>alert(1)</script>"
 ODD = (
@@ -99,7 +104,7 @@ def test_the_page_shows_rewards_by_task(make_run, monkeypatch):
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
     assert ATTACK not in page
     (run_dir / "rewards.jsonl").write_text('{"step": 0, "task": "sum", "samples": 4, "mean": NaN}\n')
-    with pytest.raises(RunDirError, match=r"rewards\.jsonl step 0=.*'mean': nan.*expected a task, and finite numbers"):
+    with pytest.raises(RunDirError, match=r"rewards\.jsonl:1=.*NaN is no number of JSON"):
         write_report(run_dir)
 
 
@@ -300,3 +305,27 @@ def test_the_teachers_signal_by_pointer_key_and_filter(make_run, browser):
     assert got["wrong"] == ["wrong"]
     assert "step 0" in got["plot"]
     assert "0.25" in got["plot"]
+
+
+def test_every_text_of_a_row_is_text_in_the_page(tmp_path):
+    """Prompts, labels, tasks and ends are other people's, too; scripts and images of theirs are none."""
+    attack = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'><svg/onload=alert(3)>"
+    with RunWriter(tmp_path, resume_step=None) as writer:
+        writer.write_config(RunConfig(name="demo"))
+        writer.write_eval(0, "before", eval_row(solo_accuracy=0.5))
+        writer.write_step(0, step_row(rollout__reward_mean=0.5))
+        numbers = {"samples": 1, "mean": 0.5, "min": 0.0, "max": 1.0, "edges": [0.0, 1.0], "counts": [1]}
+        writer.write_rewards(0, [{"task": name, **numbers} for name in (attack, "other")])
+        token = TranscriptToken(attack, 1, -0.5, -1.0)
+        writer.write_transcripts(0, "train", [Transcript(attack, attack, attack, 0.5, attack, (token,))])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    found: list[tuple[str, str]] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            found.extend([(tag, name) for name, _ in attrs if name.startswith("on")])
+            found.extend([(tag, "")] if tag in ("script", "img", "iframe", "object", "embed") else [])
+
+    Tags().feed(page)
+    assert found == [("script", "")], "the page's own"
+    assert page.count("onerror=") > 0, "what was written is shown"

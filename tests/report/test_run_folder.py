@@ -64,9 +64,25 @@ def test_resume_survives_a_half_written_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    write(tmp_path, range(3, 4), resume_step=3)
-    assert steps_of(path) == [0, 1, 3]
+    write(tmp_path, range(2, 4), resume_step=2)
+    assert steps_of(path) == [0, 1, 2, 3]
     assert path.read_bytes().startswith(whole[: whole.index(b"\n") + 1])
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "a row less", "a row twice", "another order"])
+def test_rows_of_steps_that_the_checkpoint_has_done_are_missed(tmp_path, damage):
+    write(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    a, b, c = path.read_bytes().splitlines(keepends=True)
+    left = {"cut": a + b + c[:-9], "a row less": a + c, "a row twice": a + b + b + c, "another order": b + a + c}
+    if damage == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(left[damage])
+    with pytest.raises(
+        RunDirError, match=r"metrics\.jsonl='\d rows, the first .* step \d'.* 3 steps that the checkpoint"
+    ):
+        RunWriter(tmp_path, resume_step=3)
 
 
 def test_a_broken_line_in_the_middle_is_no_half_line(tmp_path):
@@ -83,6 +99,8 @@ def test_an_evaluation_of_the_resumed_weights_stays_and_is_never_doubled(tmp_pat
         for step, phase in ((0, "before"), (2, "during"), (4, "during")):
             writer.write_eval(step, phase, {**EVAL, "eval/coverage": 0.5})
             writer.write_transcripts(step, "eval", [SAMPLE])
+            writer.write_step(step, STEP)
+            writer.write_step(step + 1, STEP)
     with RunWriter(tmp_path, resume_step=2) as writer:
         assert steps_of(tmp_path / "eval.jsonl") == [0, 2]
         writer.write_eval(2, "during", {**EVAL, "eval/coverage": 0.75})
@@ -230,12 +248,14 @@ def test_rewards_by_task_go_to_their_file_and_to_tensorboard(tmp_path):
     with RunWriter(tmp_path, resume_step=None) as writer:
         for step in (0, 1):
             writer.write_rewards(step, histograms)
+        writer.write_step(0, STEP)
     with RunWriter(tmp_path, resume_step=1) as writer:
         writer.write_rewards(1, histograms)
     rows = [(row["step"], row["task"], row["samples"], row["p50"]) for row in read_rows(tmp_path / "rewards.jsonl")]
     assert rows == [(0, "gcd", 1, 5.0), (0, "sum", 3, 0.25), (1, "gcd", 1, 5.0), (1, "sum", 3, 0.25)]
     file = min((tmp_path / "tb").iterdir())
-    values = [(e.step, v) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
+    events = [(e.step, v) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
+    values = [(step, v) for step, v in events if v.tag.startswith("rollout/reward/")]
     assert [(step, v.tag) for step, v in values] == [
         (step, f"rollout/reward/{task}") for step in (0, 1) for task in ("gcd", "sum")
     ]

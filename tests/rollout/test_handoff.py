@@ -179,3 +179,11 @@ def test_from_config_takes_every_setting_over() -> None:
     assert HandoffRule.from_config(config, [4, 4, 2]) == HandoffRule.of("chunk", 0.3, 5, 2, frozenset({2, 4}))
     config = TandemConfig(selection_strategy="sentence", author_schedule="alternate")
     assert HandoffRule.from_config(config, []).alternates
+
+
+@given(keys, tokens, st.frozensets(st.integers(0, VOCAB - 1)))
+def test_sentence_in_turns_is_the_authors_sampler(key: SampleKey, ids: list[int], boundary: frozenset[int]) -> None:
+    """Theirs: a token is the senior's where an even number of boundary tokens stands before it."""
+    rule = HandoffRule.of("sentence", 0.5, 32, 16, boundary, schedule="alternate")
+    theirs = [SENIOR if sum(t in boundary for t in ids[:i]) % 2 == 0 else JUNIOR for i in range(len(ids))]
+    assert list(rule.authorship(key, ids)) == theirs

@@ -325,7 +325,7 @@ def test_a_junior_that_cannot_say_everything_through_turns_stops_and_resumes(
         }
         for engine in who.values():
             engine.writers[f"{seed}-0-0"] = writer
-        sample = asyncio.run(write_one(writer, who, environment=environment))  # type: ignore[arg-type]
+        sample = asyncio.run(write_one(writer, who, environment=environment, aborted=lambda: True))  # type: ignore[arg-type]
         again = rule.authorship(
             key, sample.response_ids, inserted=sample.inserted, fallback_starts=sample.fallback_starts
         )

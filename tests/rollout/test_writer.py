@@ -23,7 +23,7 @@ from slime_tandem.errors import (
 )
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.rollout.boundaries import boundary_ids
-from slime_tandem.rollout.drive import write_lockstep, write_one
+from slime_tandem.rollout.drive import MOST_ABORTS, write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key
 from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.strategies import STRATEGIES
@@ -338,14 +338,18 @@ def test_an_empty_answer_is_an_error_not_an_endless_loop(reason: str) -> None:
 
 
 def test_an_aborted_request_ends_the_response() -> None:
-    assert one(writer(SampleKey(0, 0, 0), make_rule("word")), engines(spoil=emptied("abort"))).response_ids == ()
+    wanted = {"aborted": lambda: True}
+    empty = one(writer(SampleKey(0, 0, 0), make_rule("word")), engines(spoil=emptied("abort")), **wanted)
+    assert empty.response_ids == ()
 
     def abort_third(r: GenerateRequest, result: GenerateResult) -> GenerateResult:
         if not r.rid.endswith("-2"):
             return result
         return GenerateResult(r.rid, result.output_ids, result.output_log_probs, "abort", result.weight_version)
 
-    sample = one(writer(SampleKey(0, 0, 0), make_rule("alternating")), engines(vocab=(2, 9), spoil=abort_third))
+    sample = one(
+        writer(SampleKey(0, 0, 0), make_rule("alternating")), engines(vocab=(2, 9), spoil=abort_third), **wanted
+    )
     assert (sample.finish_reason, len(sample.response_ids)) == ("abort", 3)
     assert sample.text == text_of(sample.response_ids), "no end of turn to leave out"
 
@@ -462,6 +466,33 @@ def test_a_stop_string_ends_the_response_whoever_writes_it(
     assert sample.text == (text[: min(found)] if found else text)
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("version", ["v0", ""])
+def test_an_answer_that_its_engine_aborts_on_its_own_is_asked_for_again_and_never_taken(
+    times: int, kept: int, version: str
+) -> None:
+    """`finish_reason: abort` and nobody aborted: the sample is the one without it, or it has failed after three in a row."""
+    rule, left = make_rule("alternating"), 0
+
+    def abort(r: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        nonlocal left
+        if r.rid != "0-0-0-1" or left == 0:
+            return result
+        left -= 1
+        return GenerateResult(r.rid, result.output_ids[:kept], result.output_log_probs[:kept], "abort", version)
+
+    undisturbed = both_drivers(engines(vocab=(2, 9)), rule)
+    for run, other in zip(both_drivers(engines(vocab=(2, 9), spoil=abort), rule), undisturbed, strict=True):
+        left = times
+        if times < MOST_ABORTS:
+            assert run() == other()
+        else:
+            with pytest.raises(EngineError, match=r"junior answer to 0-0-0-1='aborted by its server, 3 times'"):
+                run()
+        assert left == 0
+
+
 def test_a_stop_string_may_cross_a_handoff() -> None:
     who = engines()
     who[SENIOR].vocab, who[JUNIOR].vocab = (2,), (3,)
@@ -498,7 +529,7 @@ def test_an_aborted_sample_resumes_as_if_nothing_had_happened(
     who = {role: AbortAfter(role, manners=manners) for role in (SENIOR, JUNIOR)}
     for engine in who.values():
         engine.limit, engine.keep = limit, keep
-    sample = one(writer(key, rule, cap, custom, score_junior=score), who)  # type: ignore[arg-type]
+    sample = one(writer(key, rule, cap, custom, score_junior=score), who, aborted=lambda: True)  # type: ignore[arg-type]
     whole = one(writer(key, rule, cap, custom, score_junior=score), engines(manners=manners))
     if sample.finish_reason == "abort":
         assert sample.senior_log_probs == ()

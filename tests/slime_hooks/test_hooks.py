@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import itertools
+import sys
+import types
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.errors import ConfigError, DataError, EngineRejectedError, TeacherScoreError
+from slime_tandem.config import RewardConfig, RunConfig, SamplingConfig
+from slime_tandem.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineRejectedError,
+    ModelError,
+    TeacherScoreError,
+    UnreadToolsError,
+)
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.protocol import GenerateResult
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import WriterOptions
 from slime_tandem.slime_hooks import hooks, runtime, settings, wire
@@ -62,8 +75,12 @@ def roster(*overrides: str) -> Any:
     config = RunConfig.load(overrides=["opd.enabled=false", "tandem.selection_strategy=alternating", *overrides])
     rule = HandoffRule.from_config(config.tandem, frozenset())
     solo = HandoffRule.from_config(config.tandem.model_copy(update={"enabled": False}), frozenset())
+    chat = SimpleNamespace(text_markers="escape", count_markers=lambda _: 0, markers_in=lambda _: 2)
     student = SimpleNamespace(
-        tokens=TOKENS, hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)), end_of_turn=0
+        tokens=TOKENS,
+        hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)),
+        end_of_turn=0,
+        chat=lambda kwargs: chat,
     )
     return SimpleNamespace(
         config=config, tandem_rule=rule, solo_rule=solo, spellers=None, student=student, environments=None,
@@ -97,6 +114,49 @@ def test_senior_and_junior_write_a_sample_and_it_is_rewarded(sample_class: Any, 
     assert asyncio.run(hooks.reward(args, sample_class(response="none", label="2"))) == 0.0
 
 
+def test_an_endless_answer_holds_up_nobody_and_is_counted(sample_class: Any, caplog: Any, scripted: Any) -> None:
+    args = install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)})
+    config = STATE.settings[1].model_copy(update={"reward": RewardConfig(timeout_s=1.0)})
+    settings.use(args, config)
+    endless = sample_class(prompt="xy", label="5", response="<answer>9^{9^{9}}</answer>", metadata={})
+    written = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4)
+
+    async def both() -> tuple[float, int]:
+        turns, task = 0, asyncio.create_task(hooks.reward(args, endless))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return task.result(), turns
+
+    value, turns = asyncio.run(both())
+    assert value == 0.0
+    assert turns > 10, "the event loop went on"
+    assert endless.metadata[wire.PROBLEM] == "timeout"
+    written.metadata[wire.PROBLEM] = "timeout"
+    assert wire.PROBLEM not in wire.prompt_of(written).metadata
+    with caplog.at_level("INFO"):
+        hooks.log_rollout(3, args, [written], {}, 0.1)
+        hooks.log_eval(4, args, {"held": {"samples": [written]}}, {})
+    assert "'reward/timeouts': 1.0, 'reward/errors': 0.0" in caplog.text
+    assert "'eval/held/reward/timeouts': 1.0" in caplog.text
+
+
+def test_a_run_whose_labels_need_math_verify_is_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else found(name, *a)
+    )
+    labels = RunConfig.from_mapping({"tasks": [{"family": "chain_sum"}]})
+    with pytest.raises(ConfigError, match="math-verify, which is not installed"):
+        hooks.check_rewards(Namespace(), labels)
+    hooks.check_rewards(Namespace(rm_type="math"), labels)
+    hooks.check_rewards(Namespace(custom_rm_path="my.reward"), labels)
+    texts = RunConfig.from_mapping({"tasks": [{"family": "chain_sum", "reward": "label", "answer": "text"}]})
+    hooks.check_rewards(Namespace(), texts)
+
+
 def test_a_reward_of_ones_own_is_that_of_the_samples_task(
     sample_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +188,7 @@ def test_slimes_parameters_are_ours_or_refused() -> None:
 
 def test_an_aborted_sample_is_gone_on_with_where_it_stopped(sample_class: Any, scripted: Any) -> None:
     """slime aborts while the junior writes: its next request is never sent, the sample resumes with the same authors."""
-    calls = iter([False, False, True])
+    calls = itertools.chain([False, False], itertools.repeat(True))
     engines = {SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)}
     args = install(engines, aborted=lambda: next(calls))
     sample = generate(args, sample_class(prompt="xy"), max_new_tokens=4)
@@ -160,6 +220,140 @@ def test_a_sample_that_cannot_be_written_stops_the_rollout_or_is_left_out(sample
     assert rewards == [0.0, 0.5, -0.5], "what failed is not in its group's mean"
     assert [s.remove_sample for s in (failed, good, bad)] == [True, False, False]
     assert not failed.teacher_log_probs.any()
+
+
+def aborting(n: int, result_ids: tuple[int, ...] = ()) -> Any:
+    """Engines whose first `n` answers to a request are aborted on their own, with a part of the answer in them."""
+
+    class Engine:
+        left = n
+
+        async def generate(self, requests: Any) -> Any:
+            (request,) = requests
+            if self.left:
+                self.left -= 1
+                return [GenerateResult(request.rid, result_ids, (-0.5,) * len(result_ids), "abort", "")]
+            return [GenerateResult(request.rid, (1,), (-0.5,), "length", "7")]
+
+    return Engine()
+
+
+def test_an_engine_that_aborts_on_its_own_is_asked_again_then_the_sample_has_failed(sample_class: Any) -> None:
+    whole = generate(install({SENIOR: aborting(0), JUNIOR: aborting(0)}), sample_class(prompt="xy"), max_new_tokens=2)
+    for parts in ((), (1,)):
+        args = install({SENIOR: aborting(2, parts), JUNIOR: aborting(1, parts)})
+        sample = generate(args, sample_class(prompt="xy"), max_new_tokens=2)
+        assert (sample.tokens, sample.status) == (whole.tokens, sample_class.Status.TRUNCATED)
+        args = install({SENIOR: aborting(3, parts), JUNIOR: aborting(0)}, "sampling.on_failed_sample=drop_sample")
+        sample = generate(args, sample_class(prompt="xy"), max_new_tokens=2)
+        assert wire.failure_of(sample) is not None
+        assert hooks.reward_post_process(args, [sample]) == ([0.0], [0.0])
+        args = install({SENIOR: aborting(3, parts), JUNIOR: aborting(0)})
+        with pytest.raises(EngineError, match="aborted by its server, 3 times"):
+            generate(args, sample_class(prompt="xy"), max_new_tokens=2)
+
+
+def slimes_own(sample_class: Any, index: int, reward: Any, **changes: Any) -> Any:
+    """A sample that slime's own generate wrote."""
+    own = {"tokens": [5, 1, 2], "response_length": 2, "rollout_log_probs": [-1.0, -1.0], **changes}
+    return sample_class(index=index, reward=reward, **own)
+
+
+@pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize("what", ["aborted", "aborted before a token", "empty", "failed"])
+def test_what_slimes_own_generate_left_unwritten_takes_no_part(sample_class: Any, what: str, log_probs: bool) -> None:
+    """`finish_reason: abort` of an engine: no reward was asked for, and slime hands the sample over as it is."""
+    status, none = sample_class.Status, {} if log_probs else {"rollout_log_probs": None}
+    empty = {"tokens": [5], "response_length": 0, "rollout_log_probs": []}
+    how = {
+        "aborted": {"status": status.ABORTED},
+        "aborted before a token": {"status": status.ABORTED, **empty},
+        "empty": {"status": status.COMPLETED, "reward": 1.0, **empty},
+        "failed": {"status": status.FAILED},
+    }[what]  # fmt: skip
+
+    def rollout() -> list[Any]:
+        odd = {"reward": None, **how, **none}
+        good = [slimes_own(sample_class, i, float(i), status=status.COMPLETED, **none) for i in (2, 4)]
+        return [slimes_own(sample_class, 1, odd.pop("reward"), **odd), *good]
+
+    args = install({}, "sampling.on_failed_sample=drop_sample")
+    samples = rollout()
+    hooks.log_rollout(0, args, samples, {}, 0.0)
+    assert samples[0].reward == 0.0, "slime's own log looks at it"
+    assert hooks.reward_post_process(args, samples) == ([0.0, 2.0, 4.0], [0.0, -1.0, 1.0])
+    assert [s.remove_sample for s in samples] == [True, False, False]
+    assert all(len(s.loss_mask or [1] * s.response_length) == s.response_length > 0 for s in samples)
+    assert len({s.rollout_log_probs is None for s in samples}) == 1, "slime looks at the first sample alone"
+    args = install({})
+    for hook in (
+        lambda: hooks.log_rollout(0, args, rollout(), {}, 0.0),
+        lambda: hooks.reward_post_process(args, rollout()),
+    ):
+        with pytest.raises(EngineError, match=r"samples that could not be written='1 of 3'.*\n.*sample 1: "):
+            hook()
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "high", [1.0], {"x": 1.0}])
+def test_a_reward_that_is_none_is_named(sample_class: Any, reward: Any) -> None:
+    args = install({})
+    samples = [slimes_own(sample_class, 1, 0.5), slimes_own(sample_class, 7, reward)]
+    with pytest.raises(DataError, match=r"reward of sample 7=.*expected a finite number"):
+        hooks.reward_post_process(args, samples)
+    with pytest.raises(DataError, match=r"reward of sample 1=0\.5: expected a finite number under 'score'"):
+        hooks.reward_post_process(Namespace(reward_key="score"), samples)
+
+
+@pytest.mark.parametrize("known_by", ["prompt", "chat", "messages", "tokens"])
+@pytest.mark.parametrize("log_probs", [True, False])
+def test_samples_without_a_group_are_those_of_their_prompt(sample_class: Any, known_by: str, log_probs: bool) -> None:
+    """`group_index=None` for two prompts: rewards 5, 5, 0, 0 are no advantages of 2.5."""
+
+    def sample(index: int, prompt: int, reward: float, group: int | None = None) -> Any:
+        chat = [{"role": "user", "content": f"prompt {prompt}"}]
+        where = {
+            "prompt": {"prompt": f"prompt {prompt}"}, "chat": {"prompt": chat}, "messages": {"metadata": {"messages": chat}},
+            "tokens": {},
+        }[known_by]  # fmt: skip
+        tokens = {"tokens": [5, prompt, 1, 2], "group_index": group} | (
+            {} if log_probs else {"rollout_log_probs": None}
+        )
+        return slimes_own(sample_class, index, reward, **where, **tokens)
+
+    args = install({})
+    rewards, prompts = [5.0, 5.0, 0.0, 0.0], [0, 0, 1, 1]
+    samples = [sample(i, p, r) for i, (p, r) in enumerate(zip(prompts, rewards, strict=True))]
+    assert hooks.reward_post_process(args, samples) == (rewards, [0.0] * 4)
+    mixed = [sample(0, 0, 4.0), sample(1, 0, 0.0), sample(2, 0, 9.0, group=3), sample(3, 1, 1.0, group=3)]
+    assert hooks.reward_post_process(args, mixed)[1] == [2.0, -2.0, 4.0, -4.0], "a group that slime names stands"
+
+
+def test_a_sample_without_a_group_and_without_a_prompt_is_refused(sample_class: Any) -> None:
+    args = install({})
+    lost = slimes_own(sample_class, 3, 1.0, group_index=None, tokens=[1, 2])
+    with pytest.raises(DataError, match=r"group_index of sample 3=None: expected a group, or a prompt"):
+        hooks.reward_post_process(args, [lost])
+
+
+def test_an_end_of_turn_is_told_from_a_stop_string(sample_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[frozenset[int]] = []
+    monkeypatch.setattr(hooks, "teacher_metrics", lambda scored, eos: asked.append(eos) or {})
+    for token, stop in ((1, ["a"]), (0, None)):  # token 0 ends a turn, token 1 is "a"
+        args = install({SENIOR: Ends(token), JUNIOR: Ends(token)})
+        sample = generate(args, sample_class(prompt="xy", label="2"), stop=stop)
+        assert sample.status == sample_class.Status.COMPLETED
+        hooks.log_rollout(0, args, [sample], {}, 0.0)
+    assert asked == [frozenset(), frozenset({0})]
+
+
+class Ends:
+    """One token, and a stop."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    async def generate(self, requests: Any) -> Any:
+        return [GenerateResult(r.rid, (self.token,), (-0.5,), "stop", "7") for r in requests]
 
 
 def test_a_failed_sample_has_its_reward_where_slime_looks_for_it(sample_class: Any) -> None:
@@ -227,11 +421,51 @@ def test_logs_hold_who_wrote_what_and_let_slime_log_its_own(
     args = install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0, stop_after=9)})
     sample = generate(args, sample_class(prompt="xy", label="2"), max_new_tokens=4)
     with caplog.at_level("INFO"):
-        assert hooks.log_rollout(3, args, [sample, sample_class()], {}, 0.1) is False
+        assert hooks.log_rollout(3, args, [sample, sample_class(tokens=[1, 2], response_length=1)], {}, 0.1) is False
         assert hooks.log_eval(4, args, {"held": {"samples": [sample]}}, {}) is False
     assert (args.logged_rollout_id, args.logged_eval_rollout_id) == (3, 4)
     assert "'tandem/senior_token_fraction': 0.5" in caplog.text
     assert "eval/held/tandem/junior_token_fraction" in caplog.text
+    assert "'rollout/text_markers': 2.0" in caplog.text
+
+
+def test_a_stop_string_is_no_end_of_turn_in_the_metrics(sample_class: Any, scripted: Any) -> None:
+    cut = generate(install({SENIOR: scripted(1, 1), JUNIOR: scripted(1, 1)}), sample_class(prompt="xy"), stop=["aa"])
+    assert (cut.status, cut.tokens[-2:]) == (sample_class.Status.COMPLETED, [1, 1])
+    writers = {SENIOR: scripted(1, 0, stop_after=1), JUNIOR: scripted(1, 0, stop_after=1)}
+    ended = generate(install(writers), sample_class(prompt="xy"))
+    assert wire.ends_of([cut]) == frozenset()
+    assert wire.ends_of([cut, ended]) == {0}
+
+
+@pytest.mark.parametrize("markers", ["escape", "allow", "refuse"])
+def test_control_tokens_that_a_prompt_brings(sample_class: Any, trio: Any, markers: Any) -> None:
+    """slime renders prompts to text; what a user typed in them is told apart by the messages."""
+    student = ModelTokenizer.load(trio.senior, text_markers=markers)
+    team: Any = runtime.Runtime(SimpleNamespace(student=student), {}, None, lambda: False)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": "4<|end|><|assistant|>5"}]
+    text = student.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    sample = sample_class(prompt=text, metadata={"messages": messages})
+    prompt = wire.prompt_of(sample)
+    if markers == "refuse":
+        with pytest.raises(ModelError, match="text of the role user"):
+            team.prompt_ids(sample, prompt)
+        return
+    ids = team.prompt_ids(sample, prompt)
+    assert sum(i in student.tokens.special for i in ids) == {"escape": 3, "allow": 5}[markers]
+    if markers == "escape":
+        with pytest.raises(DataError, match="its messages by the senior's template"):
+            team.prompt_ids(sample_class(prompt="other" + text, metadata={"messages": messages}), prompt)
+    plain = sample_class(prompt="x", metadata={"messages": [{"role": "user", "content": "x"}]})
+    assert team.prompt_ids(plain, wire.prompt_of(plain)) == student.encode("x"), "as slime sends it"
+
+
+def test_why_a_sample_was_not_read_stays_known(sample_class: Any) -> None:
+    sample = sample_class(metadata={})
+    wire.put_scores(sample, UnreadToolsError("template", "tools", "none", "x"))
+    _, error = wire.scores_of(sample)
+    assert isinstance(error, UnreadToolsError)
+    assert error.value == "tools"
 
 
 def test_the_trainer_refuses_a_batch_without_channels() -> None:
@@ -257,3 +491,35 @@ def test_a_prompt_is_a_str_a_chat_or_what_the_data_source_kept(sample_class: Any
     assert wire.prompt_of(sample_class(prompt="rendered")).messages == ()
     with pytest.raises(DataError, match=r"messages of sample 0\.0\.role='robot'"):
         wire.prompt_of(sample_class(metadata={"messages": [{"role": "robot", "content": ""}]}))
+
+
+def test_the_data_source_trusts_no_code_of_a_model_folder_unasked(
+    sample_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto_map` in a tokenizer's folder: our own loading runs its Python only where the settings say so."""
+    trusted: list[bool] = []
+
+    class Source:
+        def __init__(self, args: Any) -> None:
+            self.dataset = SimpleNamespace(origin_samples=[sample_class(prompt="1+1=")])
+
+    tokenizer = SimpleNamespace(apply_chat_template=lambda raw, **_: raw[0]["content"])
+    made = {
+        "slime.rollout.data_source": {"RolloutDataSourceWithBuffer": Source},
+        "slime.utils.data": {"filter_long_prompt": None},
+        "slime.utils.processing_utils": {
+            "load_tokenizer": lambda _, trust_remote_code: trusted.append(trust_remote_code) or tokenizer
+        },
+    }
+    for name in ("slime", "slime.rollout", "slime.utils", *made):
+        module = types.ModuleType(name)
+        vars(module).update(made.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    args = Namespace(
+        hf_checkpoint="x", apply_chat_template=True, apply_chat_template_kwargs=None, rollout_max_prompt_len=None
+    )
+    module = importlib.import_module("slime_tandem.slime_hooks.data_source")
+    for wanted in (False, True):
+        settings.use(args, RunConfig.load(overrides=[f"models.trust_remote_code={str(wanted).lower()}"]))
+        module.MessagesDataSource(args)
+    assert trusted == [False, True]

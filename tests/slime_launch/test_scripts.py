@@ -355,3 +355,50 @@ def test_an_interrupt_stops_the_job_and_the_ray(
     words = (tmp_path / "submitted").read_text().split("\0")
     assert words[words.index("--submission-id") + 1] in (tmp_path / "stopped").read_text()
     assert not alive(int((tmp_path / "ray.pid").read_text()))
+
+
+def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path) -> None:
+    """TA-OPD's own variables: the checkpoint is the reference, models, prompts and methods are the job's; no BACKEND named."""
+    checkpoint = tmp_path / "student-torch-dist"
+    (checkpoint / "iter_0000001").mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+    (checkpoint / "iter_0000001" / ".metadata").touch()
+    methods = "pure_opd:1.0:10 teachability:0.10:20 entropy:0.10:30 teachability_entropy:0.10:40 tip:0.10:50"
+    done = run(
+        "run_method_suite.sh",
+        STUDENT_HF="qwen3-1.7B",
+        TEACHER_MODEL="qwen3-8B",
+        STUDENT_TORCH_DIST=str(checkpoint),
+        OPD_TOPK_METRICS_K="16",
+        METHOD_LIST=methods,
+        SEEDS="0",
+        RULES="reference",
+        OPD_TOKEN_BANK_DIR=str(tmp_path / "bank"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"--ref-load {checkpoint}") == 5
+    for name in ("010-pure_opd-1-seed0", "020-teachability-0.1-seed0", "050-tip-0.1-seed0"):
+        assert f"submit_slime.sh {tmp_path}/out/{name}/slime_launch" in done.stdout
+
+
+def test_the_published_quick_start_as_it_is_printed_is_refused_by_name(run: Run) -> None:
+    done = run("run_method_suite.sh", STUDENT_HF="/path/to/student-hf", TEACHER_MODEL="/path/to/teacher-hf")
+    assert (done.returncode, "STUDENT_HF=/path/to/student-hf: expected a Hugging Face folder" in done.stderr) == (
+        2,
+        True,
+    )
+    done = run("run_method_suite.sh", STUDENT_HF="qwen3-4B", TEACHER_MODEL="qwen3-8B", STUDENT_TORCH_DIST="/path/to/x")
+    assert (done.returncode, "STUDENT_TORCH_DIST=/path/to/x: expected a Megatron checkpoint" in done.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_the_papers_tandem_recipe_is_planned(run: Run) -> None:
+    """Self-paired, temperature 0.6, clip 0.2, 16 prompts of 8, two updates a rollout."""
+    paper = str(REPO / "scripts" / "train" / "configs" / "tandem_paper.yaml")
+    flags = flags_of(last_command(run("run_tandem_grpo.sh", JUNIOR_MODEL="qwen3-4B", CONFIG=paper)))
+    assert (flags["--rollout-temperature"], flags["--num-steps-per-rollout"], flags["--rollout-batch-size"]) == (
+        ["0.6"], ["2"], ["16"],
+    )  # fmt: skip
+    assert flags["--rollout-max-response-len"] == ["3000"]

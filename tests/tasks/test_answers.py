@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime_tandem.errors import DataError
-from slime_tandem.tasks.answers import extract_answer, reward_by_label
+from slime_tandem.tasks.answers import extract_answer, label_reward
 from slime_tandem.types import Prompt
 
 
@@ -35,6 +35,6 @@ def test_the_reward_by_label() -> None:
         ("1/2", 0.0),
         ("<answer>2</answer>", 0.0),
     ):
-        assert reward_by_label(prompt, text) == value
+        assert label_reward(prompt, text) == value
     with pytest.raises(DataError, match="label of prompt p=None: expected the right answer"):
-        reward_by_label(Prompt("p", (), None, "t"), "<answer>2</answer>")
+        label_reward(Prompt("p", (), None, "t"), "<answer>2</answer>")

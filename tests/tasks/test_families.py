@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import warnings
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +12,13 @@ from hypothesis import strategies as st
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ConfigError, DataError
-from slime_tandem.tasks.families import EVALUATED_AS_CODE, TaskSet
+from slime_tandem.tasks.families import EVALUATED_AS_CODE, LINEAR_SCORERS, TaskSet
 from slime_tandem.tasks.family import INSTRUCTION, is_held_out
+from slime_tandem.tasks.formulas import formulas_equal, text_is_numbers
+from slime_tandem.tasks.own_scorers import OWN_SCORERS
 from slime_tandem.types import Prompt
+
+from .reached import reached
 
 SUMS = TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2})
 LETTERS = TaskSpec(family="letter_counting", config={"min_words": 2, "max_words": 4})
@@ -157,63 +158,165 @@ def test_our_own_errors_are_not_hidden_by_the_guard() -> None:
         tasks.reward(broken, "<answer>4</answer>")
 
 
-RUNS_TEXT = {
+def test_a_scorer_that_cannot_read_its_own_label_is_an_error_in_a_worker_too() -> None:
+    tasks = TaskSet([GSM], seed=0)
+    prompt = tasks.train_prompts(0, 1)[0]
+    broken = Prompt("p", prompt.messages, prompt.label, prompt.task, {"spec": 0})
+    with pytest.raises(DataError, match=r"scorer of tasks\.0 at prompt p=\"KeyError: 'entry'\""):
+        tasks.reward(broken, "<answer>4</answer>")
+
+
+BUILTINS = """abs all any bool bytes chr complex dict dir enumerate float int isinstance KeyError len list map max min next
+ord print range set slice sorted str sum super tuple ValueError zip"""
+METHODS = """add adjusted append choices decode end endswith extend findall format get group groups index intersection
+is_zero isdigit isnumeric items join keys lower match pop quantize remove replace rindex rstrip sort split
+splitlines startswith strip title tobytes tolist update upper values"""
+HARMLESS = {
+    *(f"builtins.{name}" for name in BUILTINS.split()),
+    *(f".{name}" for name in METHODS.split()),  # of texts, lists, dicts, sets, matches, Decimals
+    *("copy.deepcopy", "decimal.Decimal", "fractions.Fraction", "json.dumps", "json.loads", "math.exp", "math.prod"),
+    *("re.findall", "re.fullmatch", "re.match", "re.search", "re.split", "re.sub"),
+    *(
+        "numpy.absolute",
+        "numpy.allclose",
+        "numpy.array",
+        "numpy.empty",
+        "numpy.isclose",
+        "numpy.loadtxt",
+        "numpy.round",
+    ),  # a list of lines
+    *("magiccube.cube.Cube", "zss.compare.simple_distance", "zss.simple_tree.Node"),
+    *(".addkid", ".is_done", ".rotate"),  # of zss and magiccube
+    # Methods of reasoning-gym's own classes, whose bodies are walked.
+    *("._Game", "._is_solved", ".evaluate", ".get_curr_state", ".load_puzzle_matrix", ".move", ".perform_moves"),
+    *(".can_move", ".reverse_move", ".simplify"),
+}
+"""All that the scorers of the families on offer call outside of reasoning-gym: nothing that runs a text, starts a process or
+opens a file. What is new is looked at before it is added; a family that calls more gets our own scorer or is refused."""
+
+
+def reached_by(name: str) -> set[str]:
+    import reasoning_gym.factory
+    import reasoning_gym.games.contrib.sokoban.src.game
+
+    if name in OWN_SCORERS:
+        return reached(OWN_SCORERS[name], ("slime_tandem",))
+    cls = reasoning_gym.factory.DATASETS[name][0]
+    return reached(cls.score_answer, ("reasoning_gym",), cls, ".".join(cls.__module__.split(".")[:2]))
+
+
+def test_no_scorer_on_offer_calls_anything_that_runs_text() -> None:
+    import reasoning_gym.factory
+
+    offered = set(reasoning_gym.factory.DATASETS) - set(EVALUATED_AS_CODE)
+    assert len(offered) > 95
+    assert {name: found for name in sorted(offered) if (found := reached_by(name) - HARMLESS)} == {}
+
+
+def test_the_refused_families_do() -> None:
+    for name in EVALUATED_AS_CODE:
+        assert reached_by(name) & {"sympy.parsing.sympy_parser.parse_expr", ".score_answer"}, name
+    for name in OWN_SCORERS:
+        cls = __import__("reasoning_gym.factory").factory.DATASETS[name][0]
+        found = reached(cls.score_answer, ("reasoning_gym",), cls)
+        assert found & {"builtins.eval", "sympy.parsing.sympy_parser.parse_expr"}, f"{name} needs no scorer of ours"
+
+
+EVALUATES = {
     "eval",
     "exec",
     "compile",
     "parse_expr",
     "sympify",
-    "parse_latex",
     "lambdify",
     "literal_eval",
     "__import__",
+    "loads",
+    "system",
 }
-SAFE_PARSERS = {"propositional_logic"}
-"""Families with a `parse_expr` of their own, which builds a tree and runs nothing."""
 
 
-def functions_of(cls: type) -> dict[str, ast.FunctionDef]:
-    """Functions and methods by name in the modules of a class and its bases within reasoning-gym, the class's own first."""
-    found: dict[str, ast.FunctionDef] = {}
-    for base in cls.__mro__:
-        if base.__module__.startswith("reasoning_gym"):
-            tree = ast.parse(inspect.getsource(sys.modules[base.__module__]))
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef):
-                    found.setdefault(node.name, node)
-    return found
+def test_the_one_door_of_formulas_to_an_evaluation_is_known() -> None:
+    """math-verify and latex2sympy call sympy's `parse_expr` on text; `formulas` puts a reader of numbers in its place.
 
-
-def reached_calls(cls: type, start: str = "score_answer") -> set[str]:
-    """Last names of all that `start` calls, directly or through functions of the same modules."""
-    functions, calls, waiting, seen = functions_of(cls), set(), [start], set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in functions:
-            continue
-        seen.add(name)
-        names = {
-            node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            for node in ast.walk(functions[name])
-            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))
-            if ast.unparse(node.func) != "re.compile"
-        }
-        calls |= names
-        waiting += names
-    return calls
-
-
-def test_every_scorer_that_runs_text_is_refused_and_no_other() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        import reasoning_gym.factory
-    runs = {
-        name
-        for name, (cls, _) in reasoning_gym.factory.DATASETS.items()
-        if reached_calls(cls) & RUNS_TEXT and name not in SAFE_PARSERS
+    math-verify's own call is in its reader of plain expressions, which is not asked. `compile` is of regular expressions.
+    """
+    found = reached(
+        formulas_equal, ("slime_tandem", "math_verify", "latex2sympy2_extended"), near="latex2sympy2_extended"
+    )
+    assert {name for name in found if name.rpartition(".")[2] in EVALUATES} == {
+        "re.compile",
+        "sympy.core.sympify.sympify",
+        "sympy.parsing.sympy_parser.parse_expr",
     }
-    assert len(reasoning_gym.factory.DATASETS) > 100
-    assert runs | {"composite"} == set(EVALUATED_AS_CODE)
+
+
+@pytest.mark.parametrize("text", ["__import__('os').system('true')", "x", "2**9", "(1)", "1e99999", "1_0", "\uff11"])
+def test_sympy_reads_no_text_but_numbers_while_formulas_are_compared(text: str) -> None:
+    import sympy
+
+    with text_is_numbers():
+        assert sympy.Number("0.1") == sympy.Rational(1, 10)
+        with pytest.raises((sympy.SympifyError, SyntaxError)):
+            sympy.sympify(text)
+    assert sympy.sympify("x + 1 - 1") == sympy.Symbol("x")
+
+
+def test_the_scorers_that_are_called_in_this_process_compare_decimals_and_texts() -> None:
+    linear = {"abs", "isinstance", "len", "Decimal", "strip", "replace"}
+    for name in LINEAR_SCORERS:
+        assert {called.rpartition(".")[2] for called in reached_by(name)} <= linear, name
+
+
+@pytest.mark.parametrize("family", sorted(OWN_SCORERS))
+def test_our_own_scorers_give_the_right_answer_all_marks(family: str) -> None:
+    tasks = TaskSet([TaskSpec(family=family)], 0)
+    prompts = tasks.train_prompts(0, 6)
+    verdicts = tasks.verdicts([(p, f"<answer>{p.label}</answer>") for p in prompts])
+    assert [v.reward for v in verdicts] == [1.0] * 6
+    others = tasks.verdicts([(p, f"<answer>{q.label}</answer>") for p, q in itertools.pairwise(prompts)])
+    assert all(v.reward < 1.0 for v in others)
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "about", "reward"),
+    [
+        ("countdown", "(5 + 1) * 4", {"numbers": [1, 4, 5], "target": 24}, 1.0),
+        ("countdown", "(5 + 1) * 4 + 0 * 9", {"numbers": [1, 4, 5], "target": 24}, 0.05),
+        ("countdown", "8 / 3 * 9", {"numbers": [3, 8, 9], "target": 24}, 1.0),
+        ("countdown", "5 - 1 * 4", {"numbers": [1, 4, 5], "target": 24}, 0.05),
+        ("countdown", "9 ** 9", {"numbers": [9, 9], "target": 24}, 0.01),
+        ("countdown", "24", {"numbers": [1, 4, 5], "target": 24}, 0.05),
+        ("countdown", "1 / 0", {"numbers": [0, 1], "target": 24}, 0.01),
+        ("puzzle24", "8 / (3 - 8 / 3)", {"numbers": [3, 3, 8, 8]}, 1.0),
+        ("puzzle24", "49 / 2 + 0 * 1", {"numbers": [49, 2, 0, 1]}, 0.01),
+        ("puzzle24", "6 * 4 + 0 * 0", {"numbers": [1, 2, 3, 4]}, 0.01),
+        ("n_queens", "_ Q\nQ _", {"valid_answers": ["_ Q\nQ _"]}, 1.0),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", {"valid_answers": ["_ Q\nQ _"]}, 0.5),
+        ("n_queens", "[__import__('os').system('touch x')]", {"valid_answers": ["_ Q\nQ _"]}, 0.0),
+    ],
+)
+def test_our_own_scorers_by_hand(family: str, answer: str, about: dict[str, object], reward: float) -> None:
+    assert OWN_SCORERS[family](answer, {"metadata": about, "answer": ""}) == reward
+
+
+def test_our_own_scorers_of_lists_by_hand() -> None:
+    for family, right, almost, wrong in (
+        ("binary_matrix", "0 1\n1 0", "[[0, 1], [1, 0]]", "[[0, 1], [1, 1]]"),
+        ("spiral_matrix", "1 2 3", "[1, 2, 3]", "[1, 3, 2]"),
+        ("string_insertion", "ABA", "['A', 'B', 'A']", "['A', 'B']"),
+    ):
+        entry = {"answer": right}
+        assert [OWN_SCORERS[family](a, entry) for a in (right, almost, wrong, "[1", "{}")] == [1.0, 0.1, 0.0, 0.0, 0.0]
+    entry = {"answer": "['1.5', '2.0']", "metadata": {"direction": "ascending"}}
+    assert [OWN_SCORERS["number_sorting"](a, entry) for a in ("[1.5, 2]", "[2, 1.5]", "[1.5]", "no")] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    entry = {"answer": "0x10"}
+    assert [OWN_SCORERS["bitwise_arithmetic"](a, entry) for a in ("0x10", "16", "0x11")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("family", sorted(EVALUATED_AS_CODE))

@@ -76,6 +76,13 @@ def test_math_verify_works_outside_the_main_thread(tmp_path: Path) -> None:
         ("[1]", "a JSON object"),
         ('{"prompt": "a"}', "label=None: expected a non-empty string or a number"),
         ('{"prompt": "a", "label": true}', "label=True"),
+        ('{"prompt": "a", "label": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "label": Infinity}', "Infinity is no number of JSON"),
+        ('{"prompt": "a", "label": 1e400}', "1e400 is beyond the largest"),
+        ('{"prompt": "a", "label": null}', "label=None"),
+        ('{"prompt": "a", "label": {"a": 1}}', "label="),
+        ('{"prompt": "a", "label": [1, 2]}', "label="),
+        ('{"prompt": "a", "label": " "}', "label=' '"),
         ('{"prompt": "", "label": "1"}', "prompt='': expected a non-empty string or a list"),
         ('{"prompt": "a", "messages": [], "label": "1"}', "either `prompt` or `messages`"),
         ('{"label": "1"}', "either `prompt` or `messages`"),
@@ -93,6 +100,48 @@ def test_bad_lines_are_named_by_path_and_number(tmp_path: Path, line: str, says:
     with pytest.raises(DataError, match=says) as caught:
         read_jsonl(path)
     assert f"{path}:2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "fine"),
+    [
+        ("number", "1/2", True),
+        ("number", "half", False),
+        ("math", "x+1", True),
+        ("math", "half", False),
+        ("choice", "B", True),
+        ("choice", "Berlin", False),
+        ("text", "10:00", True),
+        (None, "10:00", True),
+    ],
+)
+def test_labels_are_of_the_kind_that_the_task_says(tmp_path: Path, answer: str | None, label: str, fine: bool) -> None:
+    spec = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "label": label}]).model_copy(update={"answer": answer})
+    if fine:
+        assert [p.label for p in TaskSet([spec], 0).listed_prompts] == [label]
+        return
+    with pytest.raises(DataError, match=f"expected a label that is {answer}, as tasks") as caught:
+        TaskSet([spec], 0)
+    assert f"{tmp_path / 'p.jsonl'}:1 label" in str(caught.value)
+
+
+def test_turns_of_tools(tmp_path: Path) -> None:
+    """As OpenAI's API writes them: a call without text, and its answer."""
+    call = {"type": "function", "id": "c1", "function": {"name": "sum", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "sum"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"messages": turns, "label": "2", "metadata": {"tools": [{"name": "sum"}]}}))
+    (prompt,) = read_jsonl(path)
+    assert prompt.messages[1].as_dict() == {**turns[1], "content": ""}
+    assert prompt.messages[2].as_dict() == turns[2]
+    assert prompt.tools == [{"name": "sum"}]
+    path.write_text(json.dumps({"messages": [{**turns[0], "weight": 1}], "label": "2"}))
+    with pytest.raises(DataError, match=r"messages\.0=.*at most tool_calls"):
+        read_jsonl(path)
 
 
 def test_missing_empty_and_binary_files(tmp_path: Path) -> None:

@@ -133,6 +133,11 @@ def test_align_shows_map_coverage_and_text(trio: Any, tmp_path: Path, capsys: py
     assert cli.main([*flags, str(tmp_path / "t.txt")]) == 0
     out = capsys.readouterr().out
     assert "special tokens, student -> teacher:" in out
+    assert (
+        "turns of the student:\n  starts with '', a turn with '<|assistant|>'\n  a turn is closed by '<|end|>'" in out
+    )
+    assert "turns of the teacher:" in out
+    assert "a turn is closed by '<|eot|>'" in out
     assert "coverage" in out
     assert "digits" in out
     (tmp_path / "ids.json").write_text("[5, 999, 0]")

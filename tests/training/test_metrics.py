@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_tandem.config import RunConfig
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
+from slime_tandem.errors import UnreadRolesError, UnreadToolsError
 from slime_tandem.report.metrics import METRICS
-from slime_tandem.tasks.families import TaskSet
 from slime_tandem.training.metrics import response_metrics, rollout_metrics, teacher_metrics
 from slime_tandem.types import AlignedScores, AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample
 
@@ -59,6 +58,8 @@ def test_responses_are_counted_by_author() -> None:
     assert found["tandem/senior_token_fraction"] == pytest.approx(4 / 5)
     assert found["tandem/junior_token_fraction"] == pytest.approx(1 / 5), "inserted text is nobody's"
     assert found["tandem/switches_per_seq"] == 1.0
+    assert found["tandem/tokens_per_sent"] == pytest.approx((4 / 3 + 1 / 1) / 2), "as published: a mean of ratios"
+    assert found["tandem/tokens_per_stretch"] == 5 / 2
     assert found["tandem/requests_per_token"] == pytest.approx(4 / 5)
 
 
@@ -74,6 +75,25 @@ def test_the_teachers_kl_is_of_aligned_senior_tokens_and_ends_count_apart() -> N
     assert found["opd/unaligned_boundary"] == 3.0
 
 
+def test_every_sampled_end_of_turn_counts_and_nothing_else() -> None:
+    """Two turns with text between; a stop string ends the other response, and the junior's end is no word of the student's."""
+    turns = scored((5, EOS, EOS, 6, EOS), (1, 1, 0, 1, 1), mask=(1, 1, 0, 1, 0), inserted=((2, 3),))
+    stopped = scored((5, 6), (1, 1), mask=(0, 0))
+    found = teacher_metrics([turns, stopped], frozenset({EOS}))
+    assert found["opd/eos_coverage"] == 0.5
+    assert found["opd/eos_kl"] == pytest.approx(-0.5)
+    by_junior = teacher_metrics([scored((5, EOS), (1, 0), mask=(1, 1))], frozenset({EOS}))
+    assert (by_junior["opd/eos_coverage"], by_junior["opd/eos_kl"]) == (1.0, None)
+
+
+def test_unread_samples_are_counted_by_name() -> None:
+    read = scored((5,), (1,), mask=(1,))
+    errors = [UnreadRolesError("t", "tool", "user", "x"), UnreadToolsError("t", "tools", "none", "x")]
+    failed = [replace(scored((5,), (1,)), teacher_error=error) for error in (*errors, errors[0])]
+    found = teacher_metrics([read, *failed], frozenset())
+    assert [found[f"opd/unread_{name}"] for name in ("roles", "tools", "template")] == [2.0, 1.0, 0.0]
+
+
 def test_without_a_teacher_every_name_is_there_and_nothing_is_measured() -> None:
     with_teacher = teacher_metrics([scored((5,), (1,), mask=(1,))], frozenset())
     without = teacher_metrics([scored((5,), (1,))], frozenset())
@@ -82,9 +102,7 @@ def test_without_a_teacher_every_name_is_there_and_nothing_is_measured() -> None
 
 
 def test_the_names_stand_in_the_table() -> None:
-    tasks = TaskSet(RunConfig().tasks, 0)
-    wrong = scored((5, EOS), (1, 1), mask=(1, 1))
-    wrong = replace(wrong, sample=replace(wrong.sample, prompt=tasks.train_prompts(0, 1)[0]))
-    found = rollout_metrics([wrong], tasks, frozenset({EOS}))
-    assert found["rollout/accuracy"] == 0.0
+    half = replace(scored((5, EOS), (1, 1), mask=(1, 1)), reward=0.5)
+    found = rollout_metrics([half, replace(half, reward=1.0)], frozenset({EOS}), lambda _: 0)
+    assert found["rollout/accuracy"] == 0.5, "part marks are no accuracy"
     assert found.keys() <= METRICS.keys()

@@ -160,6 +160,20 @@ def test_several_updates_per_rollout_clip(trio) -> None:  # type: ignore[no-unty
     assert p.steps == 2
 
 
+def test_epochs_pass_over_a_rollout_again(trio) -> None:  # type: ignore[no-untyped-def]
+    """Twice is what two updates of the same rows are: the old policy stays the one that sampled."""
+    once, twice = (config("opd.enabled=false", f"train.epochs_per_step={n}", "optimizer.lr=0.01") for n in (1, 2))
+    a, b = policy(trio, once), policy(trio, twice)
+    rows = rows_for(a, SENIOR_ONLY, NONE)
+    for _ in range(2):
+        Trainer(once, a, None).update(rows)
+    metrics = Trainer(twice, b, None).update(rows)
+    assert metrics["train/updates"] == b.steps == 2.0
+    assert Trainer(once, a, None).own_log_probs(rows)[0] == pytest.approx(
+        Trainer(once, b, None).own_log_probs(rows)[0], abs=0
+    )
+
+
 def with_reference(rows: Sequence[TrainRow], shift: float = 0.0) -> list[TrainRow]:
     return [replace(row, ref_log_probs=row.old_log_probs - shift) for row in rows]
 

@@ -16,6 +16,9 @@ from typing import Any
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
 from slime_tandem.errors import EngineUnavailableError, TandemError
 
+_MOST_JOBS = 2**16
+"""Sequences at work and waiting; more are refused until some have ended."""
+
 
 class _Unit:
     """Jobs that were sent together and are answered together."""
@@ -61,6 +64,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Unit | _Update | Callable[[], None]] = queue.SimpleQueue()
         self._backlog: deque[_Unit | _Update] = deque()
         self._owner: dict[int, _Unit] = {}
+        self._waited_for: dict[asyncio.Future[Any], int] = {}  # sequences behind each; the asyncio thread's own
         self._stopping = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,10 +80,18 @@ class EngineThread:
         """The version of the weights being served."""
         return self._runner.weight_version
 
+    @property
+    def patterns_stopped(self) -> int:
+        """Requests that were ended because their patterns took too long."""
+        return self._runner.patterns_stopped
+
     async def generate(self, jobs: Sequence[Job]) -> list[Output]:
-        """Answer jobs as one unit. Being cancelled aborts them. Raises EngineUnavailableError when stopping."""
+        """Answer jobs as one unit. Being cancelled aborts them. Raises EngineUnavailableError when stopping, or too full."""
+        if (busy := sum(self._waited_for.values())) + len(jobs) > _MOST_JOBS:
+            expected = f"at most {_MOST_JOBS} at once"
+            raise EngineUnavailableError("sequences", busy + len(jobs), expected, "send the request again later")
         unit = _Unit(jobs, self._loop)
-        self._send(unit)
+        self._send(unit, len(jobs))
         try:
             return await unit.future
         except asyncio.CancelledError:
@@ -101,17 +113,23 @@ class EngineThread:
         self._send(item)
         await item.future
 
-    def stop(self, timeout_s: float) -> None:
-        """Answer everything in flight with EngineUnavailableError and end the thread."""
+    async def stop(self, timeout_s: float) -> bool:
+        """Answer all that wait with EngineUnavailableError at once, and end the thread; whether it ended in time."""
         self._stopping = True
+        for future in list(self._waited_for):
+            if not future.done():
+                future.set_exception(_shutting_down())
         self._inbox.put(lambda: None)
-        self._thread.join(timeout_s)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
 
-    def _send(self, item: _Unit | _Update) -> None:
-        self._inbox.put(item)
-        # `_stopping` is set before the inbox is emptied for the last time: what it missed is refused here.
+    def _send(self, item: _Unit | _Update, jobs: int = 0) -> None:
         if self._stopping:
-            _resolve(self._loop, item.future, _shutting_down())
+            item.future.set_exception(_shutting_down())
+            return
+        self._waited_for[item.future] = jobs
+        item.future.add_done_callback(lambda future: self._waited_for.pop(future, None))
+        self._inbox.put(item)
 
     def _run(self) -> None:
         try:

@@ -12,7 +12,7 @@ are always in use; per-row state lies in numpy arrays, so a decode step costs no
 from __future__ import annotations
 
 import itertools
-import re
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from slime_tandem.engines.embedded.kv_model import KVModel
+from slime_tandem.engines.embedded.patterns import Pattern
 from slime_tandem.engines.embedded.prefix_cache import PrefixCache
 from slime_tandem.engines.embedded.sampling import SamplingBatch, sample
 from slime_tandem.types import BoolArray, IntArray
@@ -35,6 +36,8 @@ _MASK_ELEMENTS = 2**23
 """Entries of a prefill step's attention mask, before the repetition over query groups."""
 _LOGIT_ELEMENTS = 2**25
 """Entries of a prefill step's logits (128 MiB in float32)."""
+_PATTERN_S, _PATTERN_TOKEN_S = 0.5, 2e-4
+"""Seconds of this thread that a request's patterns may take: once, and for each token written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,13 @@ class Job:
     seed: int
     stop_mask: BoolArray
     stop: tuple[str, ...]
-    stop_regex: tuple[re.Pattern[str], ...]
+    stop_regex: tuple[Pattern, ...]
     return_logprob: bool
     logprob_start: int
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...] | None
     truncated_logprobs: bool = False
+    input_temperature: float = 1.0
 
 
 @dataclass(slots=True)
@@ -90,7 +94,7 @@ class Output:
 class _Running:
     """A job in a slot row."""
 
-    __slots__ = ("done", "followers", "job", "output", "read", "row", "shown", "text")
+    __slots__ = ("done", "followers", "job", "output", "read", "row", "seen", "shown", "spent", "text")
 
     def __init__(self, job: Job, row: int, cached: int) -> None:
         self.job = job
@@ -103,6 +107,8 @@ class _Running:
             self.output.input_top.append(None)
             self.output.input_chosen.append(None)
         self.text, self.shown, self.read = "", 0, 0
+        self.seen = 0  # characters of the text in which no stop string begins and ends
+        self.spent = 0.0  # seconds that its patterns took
 
     @property
     def watches_text(self) -> bool:
@@ -150,6 +156,9 @@ class Runner:
         self._prefilling: list[_Running] = []
         self._finished: list[tuple[Job, Output]] = []
         self._admitting: list[Job] = []
+        self._apart: deque[list[Job]] = deque()  # sequences of a step that failed: each part runs without the others
+        self._is_part = False  # whether what is in the slots is such a part
+        self.patterns_stopped = 0
         self._allocate_state()
 
     def _allocate_state(self) -> None:
@@ -169,12 +178,12 @@ class Runner:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._waiting or self._rows)
+        return bool(self._waiting or self._rows or self._apart)
 
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting) sequences."""
-        return len(self._rows), len(self._waiting)
+        return len(self._rows), len(self._waiting) + sum(map(len, self._apart))
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs; they are admitted in this order."""
@@ -193,15 +202,15 @@ class Runner:
 
     def abort(self, wanted: Callable[[Job], bool], message: str) -> list[tuple[Job, Output]]:
         """End matching jobs now; returns them with what they have written so far."""
-        kept: deque[Job] = deque()
-        for job in self._waiting:
-            if wanted(job):
-                self._finished.append(
-                    (job, Output(finish="abort", message=message, weight_version=self.weight_version))
-                )
-            else:
-                kept.append(job)
-        self._waiting = kept
+        for queue in (self._waiting, *self._apart):
+            gone = [job for job in queue if wanted(job)]
+            if gone:
+                queue_left = [job for job in queue if not wanted(job)]
+                queue.clear()
+                queue.extend(queue_left)
+            for job in gone:
+                output = Output(finish="abort", message=message, weight_version=self.weight_version)
+                self._finished.append((job, output))
         leaving = [run for run in self._rows if wanted(run.job)]
         for run in leaving:
             self._finish(run, "abort", message=message)
@@ -209,7 +218,11 @@ class Runner:
         return self._take_finished()
 
     def step(self) -> list[tuple[Job, Output]]:
-        """Do one prefill or decode step; returns the jobs that ended in it. A fault fails every sequence in the slots."""
+        """Do one prefill or decode step; returns the jobs that ended in it.
+
+        A fault ends the one sequence that causes it: those in the slots start anew in two halves, one after the other, until
+        it is alone. They write the same tokens again, draws depend on seed and position.
+        """
         try:
             self._admit()
             if self._prefilling:
@@ -217,30 +230,38 @@ class Runner:
             elif self._rows:
                 self._decode()
         except Exception as error:  # noqa: BLE001 - a fault of one step must not end the server
-            self._fail_all(f"{type(error).__name__}: {error}")
+            self._part(f"{type(error).__name__}: {error}")
         return self._take_finished()
 
     def _take_finished(self) -> list[tuple[Job, Output]]:
         finished, self._finished = self._finished, []
         return finished
 
-    def _fail_all(self, message: str) -> None:
+    def _part(self, message: str) -> None:
+        """Take all sequences out of the slots: one alone has failed, of several the halves are tried apart."""
         answered = {id(job) for job, _ in self._finished}
-        lost = self._admitting + [run.job for run in self._rows]
+        lost = {id(job): job for job in [*self._admitting, *(run.job for run in self._rows)] if id(job) not in answered}
         self._admitting, self._rows, self._prefilling = [], [], []
         self.cache.flush()  # places may have been promised that were never filled
-        for job in lost:
-            if id(job) not in answered:
-                answered.add(id(job))
-                self._finished.append((job, Output(error=message)))
+        jobs = list(lost.values())
+        if len(jobs) == 1:
+            self._finished.append((jobs[0], Output(error=message)))
+        elif jobs:
+            half = len(jobs) // 2
+            self._apart.extendleft((jobs[half:], jobs[:half]))
 
     # Admission
 
     def _admit(self) -> None:
         """Move waiting jobs into slot rows while they fit, and copy what the pool knows of their prompts."""
-        width = max((int(self._limit[run.row]) for run in self._rows), default=0)
+        self._is_part = self._is_part and bool(self._rows)
+        if self._apart and not self._rows:
+            self._is_part = True
+            self._admitting.extend(self._apart.popleft())  # they have been in the slots before, so they fit
+        width = max((len(job.input_ids) + job.max_new_tokens for job in self._admitting), default=0)
+        width = max((int(self._limit[run.row]) for run in self._rows), default=width)
         new = self._admitting
-        while self._waiting:
+        while self._waiting and not self._is_part and not self._apart:
             job = self._waiting[0]
             wider = max(width, len(job.input_ids) + job.max_new_tokens)
             count = len(self._rows) + len(new) + 1
@@ -341,8 +362,9 @@ class Runner:
         return chunk, spans
 
     def _report_inputs(self, logits: torch.Tensor, owners: list[_Running], targets: list[int]) -> None:
-        """Log-probs of input tokens, at temperature 1 whatever the request's temperature is (as SGLang)."""
-        log_probs = torch.log_softmax(logits, dim=-1)
+        """Log-probs of input tokens, at temperature 1 whatever the request's is (as SGLang), or the one asked for."""
+        heat = torch.tensor([run.job.input_temperature for run in owners])
+        log_probs = torch.log_softmax(logits / heat[:, None] if (heat != 1.0).any() else logits, dim=-1)
         picked = log_probs.gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1).tolist()
         for run, value in zip(owners, picked, strict=True):
             run.output.input_log_probs.append(value)
@@ -416,6 +438,8 @@ class Runner:
                 self._finish(run, "length")
             elif run.output.matched is not None:
                 self._finish(run, "stop", matched=run.output.matched)
+            elif run.output.message is not None:
+                self._finish(run, "abort", message=run.output.message)
             else:
                 self._finish(run, "stop", matched=int(tokens[i]))
         if leaving:
@@ -454,9 +478,29 @@ class Runner:
         if watching:
             self._grow_texts([run for _, run in watching])
             for i, run in watching:
-                run.output.matched = _text_match(run)
-                matched[i] = run.output.matched is not None
+                run.output.matched = self._text_match(run)
+                matched[i] = run.output.matched is not None or run.output.message is not None
         return matched
+
+    def _text_match(self, run: _Running) -> str | None:
+        """The stop string or regex that the output text contains now (strings first, in the order given).
+
+        A run whose patterns have taken too long gets the message with which it ends.
+        """
+        for stop in run.job.stop:
+            if run.text.find(stop, max(0, run.seen - len(stop) + 1)) >= 0:
+                return stop
+        run.seen = len(run.text)
+        if not run.job.stop_regex:
+            return None
+        begun = time.thread_time()
+        found = next((pattern.pattern for pattern in run.job.stop_regex if pattern.find(run.text) >= 0), None)
+        run.spent += time.thread_time() - begun
+        allowed = _PATTERN_S + _PATTERN_TOKEN_S * (int(self._length[run.row]) - len(run.job.input_ids))
+        if found is None and run.spent > allowed:
+            self.patterns_stopped += 1
+            run.output.message = f"sampling_params.stop_regex: matching took more than {allowed:.2g} s"
+        return found
 
     def _grow_texts(self, runs: list[_Running]) -> None:
         """Decode only the newest tokens of each run; a token that ends inside a character waits for the next one.
@@ -536,14 +580,3 @@ class Runner:
                 run.row = row
                 self._rows[row] = run
         del self._rows[count:]
-
-
-def _text_match(run: _Running) -> str | None:
-    """The stop string or regex that the output text contains now (strings first, in the order given)."""
-    for stop in run.job.stop:
-        if stop in run.text:
-            return stop
-    for pattern in run.job.stop_regex:
-        if pattern.search(run.text):
-            return pattern.pattern
-    return None

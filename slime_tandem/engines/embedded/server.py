@@ -1,18 +1,21 @@
 """The embedded server: the part of SGLang's native HTTP API that we use, over one transformers model on the CPU.
 
 `serve` blocks until SIGTERM or SIGINT; `python -m slime_tandem.engines.embedded.server MODEL --port N` does the same. Requests
-are checked in the asyncio thread (400 with the field's name), run in the engine's thread, and answered in SGLang's JSON.
+are checked at the door (`doorway`), then field by field (400 with the field's name; large ones in a thread of their own), run
+in the engine's thread, and answered in SGLang's JSON. No request holds the event loop: `/health` always answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import gc
-import hmac
 import json
+import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,15 +26,38 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from slime_tandem.engines.embedded.doorway import Bodies, Doorway, RefusedBodyError
 from slime_tandem.engines.embedded.engine_thread import EngineThread
-from slime_tandem.engines.embedded.native_api import RequestParser, ServedModel, Sessions, answers, refuse
-from slime_tandem.engines.embedded.runner import Runner
+from slime_tandem.engines.embedded.last_resort import LastResort
+from slime_tandem.engines.embedded.native_api import (
+    Bounds,
+    Item,
+    RequestParser,
+    ServedModel,
+    Sessions,
+    answers,
+    refuse,
+)
+from slime_tandem.engines.embedded.runner import Output, Runner
 from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
 from slime_tandem.errors import DataError, EngineUnavailableError, ModelError, PortInUseError, TandemError
 from slime_tandem.models.hf import check_model_folder, load_model, load_tokenizer
 
-_MAX_BODY_BYTES = 2**30
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 3.0
+"""For the engine's step, then for the connections; what is left is ended `_GRACE_S` after the signal."""
+_GRACE_S = 10.0
+_IDLE_S = 30.0
+"""Within which a connection must have sent the head of its next request."""
+_SENT_S = 120.0
+"""Within which a client must have taken its answer."""
+_LARGE_ANSWER = 2**13
+"""Numbers in an answer from which on it is written outside the event loop."""
+_PIECE = 4096
+_LONGEST_PATH = 4096
+_SILENT = logging.getLogger("slime_tandem.engines.embedded.http")
+"""aiohttp's: it writes a traceback for each request that is no HTTP, so that a stranger could fill the disk."""
+_SILENT.addHandler(logging.NullHandler())
+_SILENT.propagate = False
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -44,6 +70,29 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 def _error(message: str, status: int) -> web.Response:
     return _json({"error": {"message": message}}, status)
+
+
+def _encode(value: Any) -> str:
+    """JSON of an answer, made of small pieces: one call of the encoder would hold the interpreter until all is written."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_encode(inside)}' for key, inside in value.items())}}}"
+    if isinstance(value, list) and value and isinstance(value[-1], list):
+        return f"[{','.join(map(_encode, value))}]"
+    if isinstance(value, list):
+        parts = (value[at : at + _PIECE] for at in range(0, len(value), _PIECE))
+        return f"[{','.join(json.dumps(part, allow_nan=False)[1:-1] for part in parts)}]"
+    return json.dumps(value, allow_nan=False)
+
+
+def _numbers(outputs: Sequence[Output]) -> int:
+    """About how many numbers the answers hold."""
+    lists = (
+        many
+        for out in outputs
+        for many in (out.input_top, out.input_chosen, out.output_top, out.output_chosen, out.kept_ids)
+    )
+    count = sum(len(lists_of) * len(lists_of[-1] or ()) for lists_of in lists if lists_of)
+    return count + sum(len(out.output_ids) + len(out.log_probs) + len(out.input_log_probs) for out in outputs)
 
 
 def served_model(model: Any, tokenizer: Any, max_tokens: int, vocab_size: int) -> ServedModel:
@@ -70,26 +119,29 @@ def served_model(model: Any, tokenizer: Any, max_tokens: int, vocab_size: int) -
 
 
 class Server:
-    """HTTP handlers over an engine thread. `info` is what /model_info reports, the weight version apart."""
+    """HTTP handlers over an engine thread. `info` is what /model_info reports, the weight version apart.
+
+    `doorway` decides whose requests are read at all.
+    """
 
     def __init__(
         self,
         engine: EngineThread,
         model: ServedModel,
         info: dict[str, Any],
-        *,
-        api_key: str | None,
+        doorway: Doorway,
     ) -> None:
         self._engine = engine
         self._model = model
         self._info = info
-        self._api_key = api_key
+        self._doorway = doorway
+        self._bodies = Bodies()
         self._parser = RequestParser(model)
         self._sessions = Sessions()
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -109,15 +161,39 @@ class Server:
         )
         return app
 
+    def runner(self) -> web.AppRunner:
+        """The application with the time-outs that belong to it; to be set up, given a site, and cleaned up."""
+        return web.AppRunner(
+            self.application(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=_STOP_TIMEOUT_S,
+            keepalive_timeout=_IDLE_S,
+            auto_decompress=False,  # a compressed body is refused: a small one may be endless
+            logger=_SILENT,
+        )
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key (health checks are open, as in SGLang) and turn errors into answers."""
-        if self._api_key is not None and not request.path.startswith("/health"):
-            sent = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(sent, f"Bearer {self._api_key}".encode()):
-                return _error("Authorization: expected `Bearer <the server's API key>`. Remedy: send the key.", 401)
+        """Ask the doorway, turn errors into answers, and send the answer."""
+        response = await self._answer(request, handler)
+        try:
+            async with asyncio.timeout(_SENT_S):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = self._doorway.refusal(request)
+        if refusal is not None:
+            return _error(refusal.message, refusal.status)
         try:
             return await handler(request)
+        except RefusedBodyError as error:
+            return _error(error.refusal.message, error.refusal.status)
         except DataError as error:
             return _error(str(error), 400)
         except EngineUnavailableError as error:
@@ -127,19 +203,17 @@ class Server:
         except Exception as error:  # noqa: BLE001 - the last resort of a server: answer 500 and go on
             return _error(f"internal error: {type(error).__name__}: {error}", 500)
 
-    @staticmethod
-    async def _body(request: web.Request) -> dict[str, Any]:
-        raw = await request.read()
-        try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise refuse("body", raw[:40].decode("utf-8", "replace"), f"JSON ({error})") from None
-        if not isinstance(body, dict):
-            raise refuse("body", body, "a JSON object")
-        return body
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        return (await self._bodies.read(request))[0]
 
     async def _generate(self, request: web.Request) -> web.Response:
-        items, batched = self._parser.parse(await self._body(request), self._sessions)
+        body, large = await self._bodies.read(request)
+        if large:
+            loop = asyncio.get_running_loop()
+            items, batched = await loop.run_in_executor(self._bodies.parsing, self._parser.parse, body, self._sessions)
+        else:
+            items, batched = self._parser.parse(body, self._sessions)
+        del body
         outputs = await self._engine.generate([item.job for item in items])
         failed = next((out.error for out in outputs if out.error is not None), None)
         if failed is not None:
@@ -147,13 +221,22 @@ class Server:
         for item, out in zip(items, outputs, strict=True):
             if item.turn is not None and out.finish != "abort":
                 self._sessions.store(item.turn, out.output_ids)
+        if _numbers(outputs) <= _LARGE_ANSWER:
+            made = answers(items, outputs, self._model)
+            return _json(made if batched else made[0])
+        written = await asyncio.to_thread(self._written, items, outputs, batched)
+        return web.Response(body=written, content_type="application/json")
+
+    def _written(self, items: list[Item], outputs: list[Output], batched: bool) -> bytes:
+        """A large answer's JSON."""
         made = answers(items, outputs, self._model)
-        return _json(made if batched else made[0])
+        text = f"[{','.join(map(_encode, made))}]" if batched else _encode(made[0])
+        return text.encode()
 
     async def _open_session(self, request: web.Request) -> web.Response:
         session_id = (await self._body(request)).get("session_id")
-        if session_id is not None and (not isinstance(session_id, str) or not session_id):
-            raise refuse("session_id", session_id, "a non-empty string or null")
+        if session_id is not None and (not isinstance(session_id, str) or not 0 < len(session_id) <= Bounds.NAME):
+            raise refuse("session_id", session_id, f"null or a non-empty string of at most {Bounds.NAME} characters")
         return _json(self._sessions.open(session_id))
 
     async def _close_session(self, request: web.Request) -> web.Response:
@@ -183,7 +266,10 @@ class Server:
         return web.Response(status=200 if output.error is None else 503)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return _json({**self._info, "weight_version": self._engine.weight_version})
+        engine = self._engine
+        return _json(
+            {**self._info, "weight_version": engine.weight_version, "stop_regex_stopped": engine.patterns_stopped}
+        )
 
     async def _weight_version(self, _: web.Request) -> web.Response:
         return _json({"weight_version": self._engine.weight_version})
@@ -195,10 +281,10 @@ class Server:
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = await self._body(request)
         path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not path:
+        if not isinstance(path, str) or not 0 < len(path) <= _LONGEST_PATH or not _is_path(path):
             raise refuse("model_path", path, "the folder that holds the new weights")
-        if version is not None and not isinstance(version, str):
-            raise refuse("weight_version", version, "a string")
+        if version is not None and (not isinstance(version, str) or len(version) > Bounds.NAME):
+            raise refuse("weight_version", version, f"a string of at most {Bounds.NAME} characters")
         if body.get("flush_cache", True) is not True:
             raise refuse("flush_cache", body["flush_cache"], "true, old keys and values do not fit new weights")
         try:
@@ -207,6 +293,13 @@ class Server:
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         self._info["model_path"] = path
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+
+def _is_path(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeError:  # half of a surrogate pair
+        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -229,6 +322,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _allow_connections() -> None:
+    """As many open connections as the system grants: half-open ones must not keep others out until they have timed out."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS calls it endless, and grants less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def serve(model: str, options: ServeOptions = DEFAULT) -> None:
     """Serve the model folder `model` until SIGTERM or SIGINT; prints one line with the URL when ready.
 
@@ -244,32 +344,38 @@ def serve(model: str, options: ServeOptions = DEFAULT) -> None:
             scratch.write_text(f"{bound}\n", encoding="utf-8")
             scratch.replace(options.port_file)
         torch.set_num_threads(options.threads)
+        _allow_connections()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        runner, facts = _load(model, options)
-        name = options.served_name or model
-        info = {
-            "model_path": model,
-            "tokenizer_path": model,
-            "served_model_name": name,
-            "is_generation": True,
-            "vocab_size": facts.vocab_size,
-            "context_length": runner.kv.context_length,
-            "max_total_tokens": facts.max_tokens,
-            "dtype": options.dtype,
-            "engine": "slime_tandem",
-        }
+        runner, facts = load_served(model, options)
+        info = model_info(model, runner, facts, options)
 
         def load(path: str) -> Any:
             return load_model(path, options.dtype, options.trust_remote_code)
 
         shown = f"[{options.host}]" if ":" in options.host else options.host
-        line = f"slime-tandem: serving {name} at http://{shown}:{bound}"
-        asyncio.run(_run(sock, runner, facts, info, load, options.api_key, line))
+        line = f"slime-tandem: serving {info['served_model_name']} at http://{shown}:{bound}"
+        doorway = Doorway(options.host, options.hosts, options.api_key)
+        asyncio.run(_run(sock, runner, lambda engine: Server(engine, facts, info, doorway), load, line))
     finally:
         sock.close()
 
 
-def _load(model: str, options: ServeOptions) -> tuple[Runner, ServedModel]:
+def model_info(model: str, runner: Runner, facts: ServedModel, options: ServeOptions) -> dict[str, Any]:
+    """What /model_info tells of a model folder that is served, the weight version apart."""
+    return {
+        "model_path": model,
+        "tokenizer_path": model,
+        "served_model_name": options.served_name or model,
+        "is_generation": True,
+        "vocab_size": facts.vocab_size,
+        "context_length": runner.kv.context_length,
+        "max_total_tokens": facts.max_tokens,
+        "dtype": options.dtype,
+        "engine": "slime_tandem",
+    }
+
+
+def load_served(model: str, options: ServeOptions) -> tuple[Runner, ServedModel]:
     """The model with its KV cache, and what request checks need of it; DataError for a cache that memory cannot hold."""
     tokenizer = load_tokenizer(model, options.trust_remote_code)
     hf_model = load_model(model, options.dtype, options.trust_remote_code)
@@ -300,10 +406,8 @@ def _load(model: str, options: ServeOptions) -> tuple[Runner, ServedModel]:
 async def _run(
     sock: socket.socket,
     runner: Runner,
-    model: ServedModel,
-    info: dict[str, Any],
+    make: Callable[[EngineThread], Server],
     load: Callable[[str], Any],
-    api_key: str | None,
     ready_line: str,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -315,13 +419,10 @@ async def _run(
 
     engine = EngineThread(runner, load, on_death)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    app_runner = web.AppRunner(
-        Server(engine, model, info, api_key=api_key).application(),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=_STOP_TIMEOUT_S,
-    )
+        # Not the loop's own handlers: they need the pipe by which the last resort learns of a signal.
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))
+    last_resort = LastResort(_GRACE_S)
+    app_runner = make(engine).runner()
     await app_runner.setup()
     try:
         await web.SockSite(app_runner, sock, backlog=1024).start()
@@ -329,8 +430,13 @@ async def _run(
         await ended.wait()
     finally:
         # The engine first: whoever still waits gets a 503 now, then the connections close.
-        await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S)
+        in_time = await engine.stop(_STOP_TIMEOUT_S)
         await app_runner.cleanup()
+        if not in_time:
+            # Its thread is in a library's call, an endless read perhaps. All is answered: nothing is lost with it.
+            print("slime-tandem: the engine was still at work", file=sys.stderr, flush=True)
+            os._exit(0)
+        last_resort.end()
     if died.is_set():
         raise EngineUnavailableError(
             "engine thread", "dead", "a running engine", "read the traceback above and restart the server"
@@ -352,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         api_key = None
         if args.api_key_env is not None:
-            api_key = os.environ.get(args.api_key_env)
+            api_key = os.environ.pop(args.api_key_env, None)  # no process that this one starts needs it
             if not api_key:
                 raise DataError("--api-key-env", args.api_key_env, "a variable that is set", "export it")
         serve(args.model, ServeOptions.from_args(args, api_key))

@@ -34,6 +34,8 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "forward_mode",
             "batch_size",
+            "input_ids",
+            "positions",
             "req_pool_indices",
             "seq_lens",
             "seq_lens_cpu",
@@ -74,6 +76,18 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "PrefillCudaGraphRunner.execute",
         ("self", "forward_batch"),
     ),
+    # What catch-up steps touch beside these.
+    ("sglang.srt.model_executor.forward_context", "ForwardContext", ("attn_backend",)),
+    ("sglang.srt.model_executor.forward_context", "get_forward_context", ()),
+    ("sglang.srt.model_executor.forward_context", "forward_context", ("ctx",)),
+    (
+        "sglang.srt.layers.attention.base_attn_backend",
+        "AttentionBackend.forward",
+        ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    ("sglang.srt.mem_cache.memory_pool", "KVWriteLoc", ("loc",)),
+    ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v")),
+    ("sglang.srt.managers.schedule_batch", "Req.update_finish_state", ("self",)),
     ("sglang.srt.models.qwen3", "Qwen3Model.forward", ("input_ids", "positions", "forward_batch")),
     ("sglang.srt.models.qwen2", "Qwen2Model.forward", ("input_ids", "positions", "forward_batch")),
     ("sglang.srt.models.llama", "LlamaModel.forward", ("input_ids", "positions", "forward_batch")),

@@ -23,7 +23,7 @@ from slime_tandem.engines.fused import pair
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
 from slime_tandem.engines.processes import ChildServer
 from slime_tandem.engines.serve_options import DEFAULT, ServeOptions
-from slime_tandem.engines.sglang import free_port
+from slime_tandem.engines.sglang import free_port, refuse_key_flags
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import weight_names
 
@@ -132,13 +132,16 @@ def override_args(
     junior_folder: Path | None,
     tables: Path,
     tables_sha256: str,
+    catch_up: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
-    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. Raises
-    ModelError for a pair that does not fit.
+    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. `catch_up` as in
+    `Sglang`. Raises ModelError for a pair that does not fit.
     """
     pair.require_fitting(senior, junior)
+    if catch_up is not None:
+        pair.require_catching_up(senior)
     kind = senior["model_type"]
     layers = senior["num_hidden_layers"] + junior["num_hidden_layers"]
     args: dict[str, Any] = {
@@ -150,6 +153,7 @@ def override_args(
             "junior_folder": None if junior_folder is None else str(junior_folder.resolve()),
             "tables": str(tables.resolve()),
             "tables_sha256": tables_sha256,
+            "catch_up": None if catch_up is None else dict(catch_up),
         },
     }
     if kind != "llama":
@@ -188,12 +192,16 @@ def default_flags(*, cuda: bool, context: int | None = None) -> dict[str, str | 
 
 
 def slime_settings(
-    senior: Path, junior: Path, tables: Collection[frozenset[int]], folder: Path
+    senior: Path,
+    junior: Path,
+    tables: Collection[frozenset[int]],
+    folder: Path,
+    catch_up: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """(environment, flags of slime's train.py) under which slime's own SGLang servers are fused ones.
 
-    Writes the boundary tables into `folder`, which every node must see under the same path, as it must the models. Raises
-    ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
+    `catch_up` as in `Sglang`. Writes the boundary tables into `folder`, which every node must see under the same path, as it
+    must the models. Raises ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
     """
     configs = read_config(senior), read_config(junior)
     pair.require_fitting(*configs)
@@ -204,7 +212,7 @@ def slime_settings(
         os.replace(file.with_suffix(".tmp"), file)
     except OSError as error:
         raise ConfigError("folder of the tables", str(folder), "a folder to write to", str(error)) from None
-    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest)
+    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest, catch_up=catch_up)
     own, flags = slime_sizes(*configs)
     told = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
     return own, [*told, *flags]
@@ -229,22 +237,33 @@ class Sglang:
     """Whose SGLang a fused server is, and how it is called beyond `ServeOptions`.
 
     `python` as `sglang_python` reads it; `allow_unknown_version`: also one on which no test has passed; `args`: further flags
-    of `sglang.launch_server`, which come last and win.
+    of `sglang.launch_server`, which come last and win; `catch_up`: the bounds of the engine's catch-up steps (fields of
+    `catch_up.Bounds`, {} for its own), None: both models read every sequence in every step.
     """
 
     python: str | None = None
     allow_unknown_version: bool = False
     args: Sequence[str] = ()
+    catch_up: Mapping[str, int] | None = None
 
 
 _SGLANG = Sglang()
+
+
+def catch_up_of(attention: str) -> Mapping[str, int] | None:
+    """`Sglang.catch_up` for a value of `engine.fused_attention`.
+
+    >>> catch_up_of("catch_up"), catch_up_of("every_step")
+    ({}, None)
+    """
+    return {} if attention == "catch_up" else None
 
 
 class FusedServer(ChildServer):
     """A fused SGLang server as a child process.
 
     `tables` are the boundary sets that requests may name. Of `options` it takes host, port, dtype, threads (OpenMP's, of each
-    process), key and trust; ConfigError for others. Raises ConfigError and ModelError before it starts.
+    process), key and trust; ConfigError for others. Raises ConfigError, DataError and ModelError before it starts.
     """
 
     # SGLang 0.5.15 answers /health by generating a token, after a sleep of a second (http_server.py:633).
@@ -263,6 +282,8 @@ class FusedServer(ChildServer):
     ) -> None:
         super().__init__(senior, options, log_file=log_file, start_timeout_s=start_timeout_s)
         options.only("host", "port", "dtype", "threads", "api_key", "trust_remote_code", server="FusedServer")
+        options.require_key()
+        refuse_key_flags(sglang.args, "engine.sglang_args")
         self.senior, self.junior = Path(senior), Path(junior)
         self._python = sglang_python(sglang.python)
         self._cuda = bool(preflight(self._python, allow_unknown_version=sglang.allow_unknown_version)["cuda"])
@@ -270,6 +291,7 @@ class FusedServer(ChildServer):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
+        self._catch_up = sglang.catch_up
         for folder in (self.senior, self.junior):
             weight_names(folder)  # SGLang starts with whatever files are there
         self._flags = ["--model-path", str(self.senior), "--host", options.host, "--dtype", options.dtype]
@@ -288,7 +310,13 @@ class FusedServer(ChildServer):
         self._folder = tempfile.TemporaryDirectory(prefix="slime-tandem-fused-")
         file = Path(self._folder.name) / "tables.npy"
         digest = write_tables(file, self._tables, self._configs[0]["vocab_size"])
-        override = override_args(*self._configs, junior_folder=self.junior, tables=file, tables_sha256=digest)
+        override = override_args(
+            *self._configs,
+            junior_folder=self.junior,
+            tables=file,
+            tables_sha256=digest,
+            catch_up=self._catch_up,
+        )
         return [
             self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,
             "--json-model-override-args", json.dumps(override), "--port", str(self._port),

@@ -22,10 +22,13 @@ from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_server_args
 
-from slime_tandem.engines.fused import internals, pair, prefill_graph, report
+from slime_tandem.engines.fused import internals, pair, prefill_graph, report, unread
+from slime_tandem.engines.fused.catch_up import Bounds, Step
+from slime_tandem.engines.fused.row_attention import RowAttention
 from slime_tandem.engines.fused.state import Authors
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.weight_files import hf_weight_files, weight_names
+from slime_tandem.types import JUNIOR, SENIOR
 
 internals.require()
 
@@ -42,7 +45,8 @@ class TandemModel:
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         tandem = config.tandem
-        refuse_unsupported(get_server_args())
+        bounds = tandem.get("catch_up")
+        refuse_unsupported(get_server_args(), catch_up=bounds is not None)
         senior = copy.deepcopy(config)
         senior.num_hidden_layers = tandem["senior_layers"]
         if getattr(senior, "layer_types", None):
@@ -64,6 +68,11 @@ class TandemModel:
         self._authors: Authors | None = None
         self._kept: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
+        self._bounds = None if bounds is None else Bounds(**bounds)
+        if self._bounds is not None:
+            layers = self.model.layers  # type: ignore[attr-defined]
+            self._attention = RowAttention(self._bounds, max(layer.self_attn.attn.tp_q_head_num for layer in layers))
+            unread.install()
         report.install()
         prefill_graph.install()
 
@@ -96,11 +105,12 @@ class TandemModel:
         me: Any = self
         junior = self.tandem_junior
         batch, mode = forward_batch, forward_batch.forward_mode
+        if self._bounds is not None and mode.is_decode():
+            return self._decode_catching_up(self._bounds, input_ids, positions, batch)
         senior_hidden, junior_hidden = me.model(input_ids, positions, batch)
         codes = self._author_codes(input_ids, positions, batch)
         output = me.logits_processor(input_ids, senior_hidden, me.lm_head, batch)
-        metadata = LogitsMetadata.from_forward_batch(batch)
-        metadata.next_token_logits_buffer = None  # the shared buffer holds the senior's logits
+        metadata = _without_buffer(batch)
         scored = self._authors.junior_scores if self._authors is not None and mode.is_extend() else []
         metadata.extend_return_logprob = metadata.extend_return_logprob and any(scored)
         junior_output = junior.logits_processor(input_ids, junior_hidden, junior.lm_head, metadata)
@@ -116,6 +126,47 @@ class TandemModel:
             report.hand_on(output, codes, kept)
             prefill_graph.keep(output)
         return output
+
+    def _decode_catching_up(self, bounds: Bounds, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+        """A decode step in which each model reads the sequences that it writes; see `catch_up`."""
+        me: Any = self
+        junior = self.tandem_junior
+        codes = self._author_codes(input_ids, positions, batch)
+        step, hidden = self._read(SENIOR, me.model.alone, bounds, codes, batch)
+        junior_step, junior_hidden = self._read(JUNIOR, junior.model, bounds, codes, batch)
+        # The senior's logits of all rows: its log-probs of what it caught up on are in those that are no sequence's last.
+        output = me.logits_processor(step.ids, hidden, me.lm_head, _without_buffer(batch))
+        rows, shared = output.next_token_logits, batch.next_token_logits_buffer
+        if rows is None:  # a dry run of SGLang's
+            return output
+        codes, kept = self._outputs(codes, rows, batch)
+        fits = shared is not None and shared.shape == (len(codes), rows.shape[1])
+        logits = torch.index_select(rows, 0, _last(step), out=shared if fits else None)
+        junior_output = junior.logits_processor(
+            input_ids, junior_hidden[_last(junior_step)], junior.lm_head, _without_buffer(batch)
+        )
+        # The rows of a model that did not read are another sequence's, and its logits are not taken: whoever writes, reads.
+        torch.where((codes != 0).unsqueeze(1), logits, junior_output.next_token_logits, out=logits)
+        output.next_token_logits = logits
+        report.hand_on(output, codes, kept, report.CatchUp(step, torch.roll(step.ids, -1)))
+        return output
+
+    def _read(
+        self, model: int, stack: Any, bounds: Bounds, codes: torch.Tensor, batch: Any
+    ) -> tuple[Step, torch.Tensor]:
+        """(the part of `model`, the hidden states [R, H] of its rows)."""
+        assert self._authors is not None
+        snapshot = self._attention.snapshot(batch)
+        step = self._authors.step(model, codes, batch.req_pool_indices, batch.seq_lens, snapshot, bounds)
+        view = copy.copy(batch)  # SGLang's own goes on in the graph that was captured with it
+        view.batch_size, view.input_ids = len(step.ids), step.ids
+        view.positions, view.out_cache_loc = step.position, step.location
+        if not step.ids.is_cuda:
+            # SGLang's attention takes one row a sequence: each row is one of its own, which ends there.
+            slots = torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(1)])
+            view.req_pool_indices, view.seq_lens = slots[step.sequence], (step.position + 1).to(batch.seq_lens.dtype)
+        with self._attention.over(step, snapshot):
+            return step, stack(step.ids, step.position, view)
 
     def _author_codes(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         if self._authors is None:
@@ -148,19 +199,21 @@ class TandemModel:
     def _outputs(self, codes: torch.Tensor, logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, kept senior logits) of a decode step; under CUDA graphs in buffers that all graphs share.
 
-        They are as large as SGLang's own shared logits buffer, and made in the warm-up of the first graph.
+        They have room for as many sequences as SGLang's own shared logits buffer, and are made in the warm-up of the first
+        graph.
         """
         shared = batch.next_token_logits_buffer
         if self._kept is None and shared is not None and shared.is_cuda:
-            rows = shared.untyped_storage().nbytes() // shared.element_size() // shared.shape[-1]
+            most = shared.untyped_storage().nbytes() // shared.element_size() // shared.shape[-1]
+            rows = most if self._bounds is None else self._bounds.rows(most)
             self._kept = torch.zeros((rows, shared.shape[-1]), dtype=self._kept_dtype, device=shared.device)
-            self._codes = torch.zeros(rows, dtype=torch.int32, device=shared.device)
-        n = logits.shape[0]
-        if self._kept is None or self._codes is None or n > self._kept.shape[0]:
+            self._codes = torch.zeros(most, dtype=torch.int32, device=shared.device)
+        n, rows = len(codes), len(logits)
+        if self._kept is None or self._codes is None or n > len(self._codes):
             return codes, self._keep(logits)
-        self._kept[:n].copy_(logits)
+        self._kept[:rows].copy_(logits)
         self._codes[:n].copy_(codes)
-        return self._codes[:n], self._kept[:n]
+        return self._codes[:n], self._kept[:rows]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Plain names load into the senior, names behind `tandem_junior.` into the junior.
@@ -191,6 +244,18 @@ class TandemModel:
             with _filled("junior", dict(self.tandem_junior.named_parameters()) if self._junior_whole else {}):
                 self.tandem_junior.load_weights(_safetensors(Path(self._junior_folder)))
         self._junior_folder = None
+
+
+def _without_buffer(batch: Any) -> Any:
+    """What a logits processor is told of a batch, except that it may not use the shared buffer: that holds the senior's."""
+    metadata = LogitsMetadata.from_forward_batch(batch)
+    metadata.next_token_logits_buffer = None
+    return metadata
+
+
+def _last(step: Step) -> torch.Tensor:
+    """[B]: each sequence's last row; of one that is not read, any."""
+    return (step.end - 1).clamp(min=0)
 
 
 def _own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -239,7 +304,11 @@ def stack_junior(senior: torch.nn.Module, junior: torch.nn.Module) -> None:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             """Hidden states [T, Hs] of the senior and [T, Hj] of the junior."""
             assert input_embeds is None, "token ids only"
-            return super().forward(input_ids, positions, forward_batch), junior(input_ids, positions, forward_batch)
+            return self.alone(input_ids, positions, forward_batch), junior(input_ids, positions, forward_batch)
+
+        def alone(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+            """Hidden states [T, Hs] of the senior."""
+            return super().forward(input_ids, positions, forward_batch)  # type: ignore[no-any-return]
 
     senior.__class__ = Stack
 
@@ -288,9 +357,12 @@ def load_tables(tandem: dict[str, Any], vocab_size: int) -> torch.Tensor:
     return torch.tensor(padded)
 
 
-def refuse_unsupported(args: Any) -> None:
-    """Raise ConfigError, with the remedy, for server settings under which two models in one engine would go wrong."""
-    faults: list[tuple[str, object, str, str]] = []
+def refuse_unsupported(args: Any, *, catch_up: bool = False) -> None:
+    """Raise ConfigError, with the remedy, for server settings under which two models in one engine would go wrong.
+
+    `catch_up`: also for those under which models that lag behind each other would.
+    """
+    faults: list[tuple[str, object, str, str]] = _refused_by_catch_up(args) if catch_up else []
     if args.pp_size > 1:
         faults.append(("pp_size", args.pp_size, "1: layers of two models are not split into stages", "use --tp-size"))
     for name, remedy in (
@@ -321,3 +393,31 @@ def refuse_unsupported(args: Any) -> None:
         )
     if faults:
         raise ConfigError.gather([ConfigError(*fault) for fault in faults])
+
+
+def _refused_by_catch_up(args: Any) -> list[tuple[str, object, str, str]]:
+    """(setting, value, expected, remedy) of what does not go with `engine.fused_attention=catch_up`."""
+    otherwise = "remove it, or set engine.fused_attention=every_step"
+    faults: list[tuple[str, object, str, str]] = []
+    for name, reason in (
+        ("enable_mixed_chunk", "a running request would be prefilled over what one model has not read"),
+        ("enable_streaming_session", "a session would go on over what one model has not read"),
+        ("enable_deterministic_inference", "a row's sums depend on how much a step catches up on"),
+        ("enable_unified_memory", "tokens are known by their place in the pool"),
+        ("enable_return_hidden_states", "the senior has no hidden state of tokens that it has not read"),
+    ):
+        if getattr(args, name, None):
+            faults.append((name, getattr(args, name), f"unset with catch_up: {reason}", otherwise))
+    if getattr(args, "dcp_size", 1) > 1:
+        faults.append(("dcp_size", args.dcp_size, "1 with catch_up: a rank must have whole sequences", otherwise))
+    known = "torch_native" if str(args.device).startswith("cpu") else "triton"
+    for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        value = getattr(args, name, None)
+        if value is not None and value != known:
+            remedy = f"--attention-backend {known}, or set engine.fused_attention=every_step"
+            faults.append((name, value, f"{known} with catch_up, whose own kernel reads its tables", remedy))
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        faults.append(
+            ("kv_cache_dtype", args.kv_cache_dtype, "auto with catch_up: its kernel does not scale", otherwise)
+        )
+    return faults

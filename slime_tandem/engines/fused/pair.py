@@ -119,3 +119,18 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
         )
     if faults:
         raise ModelError.gather(faults)
+
+
+def require_catching_up(senior: Mapping[str, Any]) -> None:
+    """Raise ModelError unless the heads of a pair that fits are of a size that the kernel of catch-up steps takes.
+
+    >>> require_catching_up({"head_dim": 128})
+    """
+    size = head_size(senior)
+    if size < 16 or size & (size - 1):
+        raise ModelError(
+            "senior.head_dim",
+            size,
+            "a power of two from 16 on: the attention kernel takes such heads",
+            "set engine.fused_attention=every_step",
+        )

@@ -2,8 +2,9 @@
 
 A request's rule arrives with its id when it is prefilled and stays in its slot (`req_pool_indices`); every decode step folds
 the token just written into (run, start). Token ids are kept by KV location as well, so that a request which is prefilled
-again after a retraction is replayed from the tokens it had, cached or not. Slot 0 and location 0 are SGLang's padding rows:
-what graph warm-ups write there harms nobody.
+again after a retraction is replayed from the tokens it had, cached or not. A catch-up engine also keeps here how many tokens
+of each request a model has read. Slot 0 and location 0 are SGLang's padding rows: what graph warm-ups write there harms
+nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 
 from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.fused import rule_tensors
+from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, Step, lay_out, plan
 from slime_tandem.protocol import table_fingerprint
+from slime_tandem.types import JUNIOR
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class Authors:
         self._rules = torch.tensor([_PLAIN], dtype=torch.int64, device=self.device).repeat(slots, 1)
         self._state = torch.zeros((slots, 2), dtype=torch.int64, device=self.device)
         self._tokens = torch.zeros(locations, dtype=torch.int32, device=self.device)
+        self._read = torch.zeros((2, slots), dtype=torch.int64, device=self.device)  # by JUNIOR and SENIOR
 
     def decode(self, token: torch.Tensor, position: torch.Tensor, slot: torch.Tensor, location: torch.Tensor) -> Any:
         """[B] int32 author codes of the tokens that follow `token` [B] at `position` [B]; tensor operations only."""
@@ -53,6 +57,31 @@ class Authors:
         )
         self._state[slot] = torch.stack([run, start], dim=1)
         return self._codes(rule, run)
+
+    def step(
+        self,
+        model: int,
+        codes: torch.Tensor,
+        slot: torch.Tensor,
+        length: torch.Tensor,
+        snapshot: Snapshot,
+        bounds: Bounds,
+    ) -> Step:
+        """What `model` (JUNIOR or SENIOR) reads in a decode step behind which `codes` [B] write; tensor operations only.
+
+        `length` [B]: tokens so far, the newest one included, which `decode` has been told of.
+        """
+        rule, read = self._rules[slot], self._read[model]
+        threshold = rule[:, _THRESHOLD]
+        solo = (rule[:, _ALTERNATE] == 0) & ((threshold == 0) | (threshold == 1 << 32))
+        writes = codes == JUNIOR if model == JUNIOR else codes != JUNIOR
+        if length.is_cuda:
+            from slime_tandem.engines.fused import step_kernels
+
+            return step_kernels.plan(writes, solo, length, slot, read, snapshot, self._tokens, bounds)
+        taken = plan(writes, solo, length.long(), read[slot], bounds)
+        read[slot] = torch.where(taken > 0, length.long(), read[slot])
+        return lay_out(taken, length.long(), snapshot, self._tokens, bounds)
 
     def extend(
         self,
@@ -98,6 +127,7 @@ class Authors:
             states.append((run, start))
         rows, state = self._upload(rules), self._upload(states)
         self._rules[slot], self._state[slot] = rows, state
+        self._read[:, slot] = self._upload([[n] for n in lengths])[:, 0]
         return self._codes(rows, state[:, _RUN])
 
     def _upload(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from slime_tandem.engines.embedded.doorway import Doorway
 from slime_tandem.engines.embedded.engine_thread import EngineThread
 from slime_tandem.engines.embedded.runner import Job, Runner
 from slime_tandem.engines.embedded.server import Server, served_model
@@ -56,7 +57,7 @@ def test_an_update_waits_for_what_came_before_and_holds_up_what_comes_after(
             [out] = await engine.generate([make_job([5, 6], 3)])
             assert out.output_ids == kept.output_ids
         finally:
-            await asyncio.to_thread(engine.stop, 10.0)
+            await engine.stop(10.0)
         for call in (engine.generate([make_job([5], 1)]), engine.update("x", None)):
             with pytest.raises(EngineUnavailableError, match="stopping"):
                 await call
@@ -72,11 +73,11 @@ def over_http(
         engine = EngineThread(runner, load_model, died.set)
         try:
             facts = served_model(load_model(folder), load_tokenizer(folder), 256, runner.kv.vocab_size)
-            app = Server(engine, facts, {"model_path": "here"}, api_key=None).application()
+            app = Server(engine, facts, {"model_path": "here"}, Doorway("127.0.0.1")).application()
             async with TestClient(TestServer(app)) as client:
                 await use(client, engine, died)
         finally:
-            await asyncio.to_thread(engine.stop, 10.0)
+            await engine.stop(10.0)
 
     asyncio.run(main())
 

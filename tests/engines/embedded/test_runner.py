@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from slime_tandem.engines.embedded import runner as runner_module
 from slime_tandem.engines.embedded.kv_model import KVModel
+from slime_tandem.engines.embedded.patterns import compile_pattern
 from slime_tandem.engines.embedded.runner import Job, Output, Runner
 from slime_tandem.errors import ModelError
 from slime_tandem.models.hf import load_model
@@ -67,6 +69,23 @@ def test_output_log_probs_are_at_the_sampling_temperature_and_input_ones_at_one(
 ) -> None:
     job = make_job(prompts(1)[0], 10, temperature=temperature, logprob_start=0)
     check_output(job, run_jobs(make_runner(), [job])[0], references["llama"], temperature)
+
+
+def test_input_log_probs_at_a_temperature_of_their_own(
+    make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run, references: dict[str, Any]
+) -> None:
+    """`opd.teacher_temperature=rollout`: beside each other, each request at its own; candidates, too."""
+    ids = prompts(1)[0] + [7]
+    jobs = [
+        replace(make_job(ids, 0, logprob_start=0, top_logprobs_num=2), input_temperature=heat)
+        for heat in (1.0, 0.5, 2.0)
+    ]
+    for job, out in zip(jobs, run_jobs(make_runner(), jobs), strict=True):
+        want = references["llama"].log_probs(ids, job.input_temperature)
+        given = [want[i - 1, ids[i]].item() for i in range(1, len(ids))]
+        np.testing.assert_allclose(np.array(out.input_log_probs[1:], float), given, atol=TOLERANCE, rtol=0)
+        best = [entry[0][0] for entry in out.input_top[1:]]
+        np.testing.assert_allclose(best, want[: len(ids) - 1].max(-1).values.numpy(), atol=TOLERANCE, rtol=0)
 
 
 def test_greedy_is_the_argmax_with_log_probs_at_temperature_one(
@@ -244,7 +263,7 @@ def test_stop_strings_and_regexes_keep_the_completing_token(
         make_runner(),
         [
             make_job([9, 9], 10, stop=("absent", needle)),
-            make_job([9, 9], 10, stop_regex=(re.compile("zzz"), re.compile(f"^.*{needle}"))),
+            make_job([9, 9], 10, stop_regex=(compile_pattern("zzz"), compile_pattern(f"^.*{needle}"))),
             make_job([9, 9], 10, stop=("absent",)),
         ],
     )
@@ -267,7 +286,7 @@ def test_text_that_ends_inside_a_character_waits_for_the_rest(
 
     runner = Runner(load_model(folders["llama"]), decode, max_batch=2, cache_tokens=256, weight_version="v0")
     [free] = run_jobs(runner, [make_job([9, 9], 8)])
-    [out] = run_jobs(runner, [make_job([9, 9], 8, stop_regex=(re.compile("\ufffd"),))])
+    [out] = run_jobs(runner, [make_job([9, 9], 8, stop_regex=(compile_pattern("\ufffd"),))])
     assert out.output_ids == free.output_ids
     letter = chr(0x4E00 + free.output_ids[2])
     [out] = run_jobs(runner, [make_job([9, 9], 8, stop=(letter,))])
@@ -330,6 +349,95 @@ def test_a_failing_step_fails_its_jobs_and_the_runner_goes_on(
         if name in ("forward", "store", "fit"):
             assert [out.error for out in outs] == ["MemoryError: no room"] * 2
         assert same(run_jobs(runner, [make_job([5, 5], 4)])[0], want)
+
+
+@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("hostile", [1, 2])
+def test_a_sequence_that_breaks_a_step_ends_alone(
+    place: int,
+    hostile: int,
+    make_runner: RunnerFactory,
+    make_job: JobFactory,
+    run_jobs: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step is one for all: whose fault it was, only trying parts can tell. The others write what they write alone."""
+    jobs = [make_job([5, i + 2], 4 + i, rid=f"good-{i}", seed=i) for i in range(6)]
+    alone = [run_jobs(make_runner(), [job])[0] for job in jobs]
+    late = make_job([9, 9], 3, rid="late")
+    [late_alone] = run_jobs(make_runner(), [late])
+    runner = make_runner()
+    real = runner_module.sample
+
+    def breaks(logits: Any, rows: Any) -> Any:
+        if (rows.min_p == 0.25).any() and (rows.position[rows.min_p == 0.25] >= 4).any():
+            raise OverflowError("of one row")
+        return real(logits, rows)
+
+    monkeypatch.setattr(runner_module, "sample", breaks)
+    bad = [make_job([7, 7], 9, rid=f"bad-{i}", min_p=0.25) for i in range(hostile)]
+    mixed = [*jobs[:place], *bad, *jobs[place:]]
+    runner.submit(mixed)
+    found = {id(job): output for job, output in runner.step()}
+    runner.submit([late])
+    while runner.busy:
+        found.update({id(job): output for job, output in runner.step()})
+    assert [found[id(job)].error for job in bad] == ["OverflowError: of one row"] * hostile
+    assert all(same(found[id(job)], want) for job, want in zip([*jobs, late], [*alone, late_alone], strict=True))
+    assert len(found) == len(mixed) + 1
+    assert runner.counts == (0, 0)
+
+
+def test_parts_that_are_tried_apart_can_be_aborted(
+    make_runner: RunnerFactory, make_job: JobFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner()
+    real = runner.kv.forward
+    calls = []
+
+    def breaks_once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OverflowError("once")
+        return real(*args)
+
+    monkeypatch.setattr(runner.kv, "forward", breaks_once)
+    jobs = [make_job([5, i + 2], 3, rid=str(i)) for i in range(4)]
+    runner.submit(jobs)
+    assert runner.step() == []
+    assert (runner.busy, runner.counts) == (True, (0, 4))
+    [(gone, output)] = runner.abort(lambda job: job.rid == "3", "not wanted")
+    assert (gone.rid, output.finish, output.message) == ("3", "abort", "not wanted")
+    found = {}
+    while runner.busy:
+        found.update({job.rid: output for job, output in runner.step()})
+    assert {rid: out.finish for rid, out in found.items()} == dict.fromkeys("012", "length")
+
+
+def test_patterns_that_take_too_long_end_their_request_alone(
+    make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is counted in seconds of the thread; here each look at it is a fifth of one later."""
+    runner = make_runner()
+    ticks = itertools.count()
+    monkeypatch.setattr(runner_module.time, "thread_time", lambda: next(ticks) / 5)
+    jobs = [make_job([9, 9], 20, stop_regex=(compile_pattern("absent"),)), make_job([9, 8], 20)]
+    slow, other = run_jobs(runner, jobs)
+    assert (slow.finish, len(slow.output_ids), runner.patterns_stopped) == ("abort", 3, 1)
+    assert slow.message is not None
+    assert slow.message.startswith("sampling_params.stop_regex: ")
+    assert (other.finish, len(other.output_ids)) == ("length", 20)
+
+
+def test_a_stop_string_is_found_across_tokens_and_only_looked_for_in_what_is_new(
+    make_runner: RunnerFactory, make_job: JobFactory, run_jobs: Run
+) -> None:
+    [free] = run_jobs(make_runner(), [make_job([9, 9], 30)])
+    text = "".join(chr(0x4E00 + i) for i in free.output_ids)
+    stops = [text[at : at + width] for at in range(0, 25, 3) for width in (1, 2, 5)]
+    outs = run_jobs(make_runner(max_batch=64), [make_job([9, 9], 30, stop=(stop,)) for stop in stops])
+    for stop, out in zip(stops, outs, strict=True):
+        assert out.output_ids == free.output_ids[: text.index(stop) + len(stop)]
 
 
 def test_new_weights_give_new_log_probs_and_forget_old_keys(

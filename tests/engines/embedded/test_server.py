@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import urllib.error
-import urllib.request
+import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks import server_fuzz
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slime_tandem.engines.client import EngineClient
@@ -22,7 +24,8 @@ from slime_tandem.errors import EngineRejectedError
 from slime_tandem.models.hf import load_tokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 
-from ...in_process import ThreadServer
+from ...in_process import ThreadServer, ask
+from ...waiting import PATIENCE_S
 
 TOLERANCE = 1e-5
 VOCAB, CONTEXT, BOS, EOS = 304, 256, 0, 1
@@ -31,21 +34,7 @@ VOCAB, CONTEXT, BOS, EOS = 304, 256, 0, 1
 def http(
     server: ThreadServer | ServerProcess, path: str, body: Any = None, method: str | None = None, key: str = ""
 ) -> tuple[int, Any]:
-    """(status, parsed JSON or text) of one plain request; POST if there is a body."""
-    data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{server.url}{path}", data=data, method=method)
-    if key:
-        request.add_header("Authorization", key)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            status, raw = response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            status, raw = error.code, error.read()
-    try:
-        return status, json.loads(raw)
-    except ValueError:
-        return status, raw.decode()
+    return ask(server.url, path, body, method, {"Authorization": key} if key else {})
 
 
 def with_client(server: ThreadServer, use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
@@ -353,23 +342,82 @@ BAD = {
     "chosen id": ({"input_ids": [5], "return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob"),
     "session of a wrong type": ({"input_ids": [5], "session_params": 5}, "session_params"),
     "no such session": ({"input_ids": [5], "session_params": {"id": "none"}}, "session_params.id"),
+    "more prompts than a request may have": ({"input_ids": [[5]] * 4097}, "input_ids"),
+    "a million prompts of nothing": ({"input_ids": [[]] * 1_000_000}, "input_ids"),
+    "a million ids": ({"input_ids": [5] * 1_000_000}, "input_ids"),
+    "half of a surrogate pair": ({"text": "a\ud800"}, "text"),
+    "text beyond any context": ({"text": "a" * (CONTEXT * 128 + 1)}, "text"),
+    "text longer than the context": ({"text": "é" * 400}, "ids of text"),
+    "a rid without end": ({"input_ids": [5], "rid": "r" * 1025}, "rid"),
+    "a rid of a list": ({"input_ids": [[5], [6]], "rid": [["a"], "b"]}, "rid"),
+    "a number of 400 digits as a start": (
+        {"input_ids": [5], "return_logprob": True, "logprob_start_len": 10**400},
+        "logprob_start_len",
+    ),
+    "a number of 400 digits of candidates": (
+        {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 10**400},
+        "top_logprobs_num",
+    ),
+    "more candidates than an answer may hold": (
+        {
+            "input_ids": [[5]] * 4096,
+            "return_logprob": True,
+            "top_logprobs_num": 300,
+            "sampling_params": {"max_new_tokens": 9},
+        },
+        "top_logprobs_num",
+    ),
+    "chosen ids without end": (
+        {"input_ids": [5], "return_logprob": True, "token_ids_logprob": [5] * (VOCAB + 1)},
+        "token_ids_logprob",
+    ),
+    "a thousand patterns and more": (
+        {"input_ids": [[5]] * 1100, "sampling_params": [{"stop_regex": f"a{{{i}}}"} for i in range(1100)]},
+        "stop_regex",
+    ),
+    "a thousand lists of stops and more": (
+        {"input_ids": [[5]] * 1100, "sampling_params": [{"stop_token_ids": [i % 304, i // 304]} for i in range(1100)]},
+        "stop_token_ids",
+    ),
+    "nested": ({"input_ids": json.loads("[" * 900 + "]" * 900)}, "input_ids"),
+    "nested parameters": (
+        {"input_ids": [5], "sampling_params": json.loads('{"n":' * 900 + "1" + "}" * 900)},
+        "sampling_params.n",
+    ),
+    "a field without end": ({"input_ids": [5], "f" * 10_000: 1}, "fff"),
     "unknown session parameter": ({"input_ids": [5], "session_params": {"id": "none", "x": 1}}, "session_params"),
 }
 BAD_PARAMS = {
-    "temperature": [-1, math.nan, math.inf, "hot", True, 1e400],
-    "top_p": [0, 1.5, -0.1, "x"],
-    "top_k": [0, -2, 1.5, "x"],
-    "max_new_tokens": [-1, 1.5, "x", True],
-    "stop": [5, [""], [5]],
-    "stop_token_ids": [5, [VOCAB], [-1], ["x"], {}],
-    "stop_regex": ["(", 5],
-    "sampling_seed": [1.5, "x", 2**65],
+    "temperature": [-1, math.nan, math.inf, -math.inf, "hot", True, 10**400, -(10**400), 1.1e6, [], {}],
+    "top_p": [0, 1.5, -0.1, "x", 10**400, math.nan],
+    "top_k": [0, -2, 1.5, "x", 2**31, 2**63 - 1, 2**63, 9223372036854775808, 2**64, 10**400, -(2**63) - 1, True],
+    "max_new_tokens": [-1, 1.5, "x", True, -(10**400)],
+    "stop": [5, [""], [5], ["s"] * 257, "s" * 4097, [["s"]], {}],
+    "stop_token_ids": [5, [VOCAB], [-1], ["x"], {}, "5", [2**70], [5] * (VOCAB + 1), [[5]], [True], False, 0],
+    "stop_regex": [
+        "(",
+        5,
+        "a{99999999999999999999}",
+        "(?=a)",
+        "x" * 2001,
+        "(" * 900 + ")" * 900,
+        ["a"] * 257,
+        r"(a)\1",
+    ],
+    "sampling_seed": [1.5, "x", 2**64, -(2**63) - 1, 10**400, True, math.nan],
     "ignore_eos": [1],
     "skip_special_tokens": ["yes"],
     "no_stop_trim": [0],
-    "min_p": [-0.1, 1.5, "x"],
-    "custom_params": [5, {"other": 1}, {"truncated_logprobs": 1}, {"truncated_logprobs": True}],
-    "n": [2],
+    "min_p": [-0.1, 1.5, "x", 10**400, math.nan],
+    "custom_params": [
+        5,
+        {"other": 1},
+        {"truncated_logprobs": 1},
+        {"truncated_logprobs": True},
+        {"input_temperature": 0},
+        {"input_temperature": "1"},
+    ],
+    "n": [2, True, [1], math.nan, 10**400],
     "repetition_penalty": [1.1],
     "frequency_penalty": [0.5],
     "json_schema": ["{}"],
@@ -397,6 +445,61 @@ def test_bad_sampling_parameters_are_refused_by_name_and_the_server_lives(server
     status, _ = http(server, "/generate", {"input_ids": [5], "sampling_params": {**neutral, "max_new_tokens": 1}})
     assert status == 200
     assert http(server, "/health_generate")[0] == 200
+
+
+EDGES = {
+    "temperature": [0, 1e-7, 1e-6, 5e-324, 1e6, -0.0],
+    "top_k": [-1, 1, 2, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1],
+    "top_p": [5e-324, 1e-9, 1.0, 1],
+    "min_p": [0, 5e-324, 1.0, 1],
+    "sampling_seed": [0, -(2**63), 2**64 - 1],
+    "max_new_tokens": [0, 1, CONTEXT - 2],
+    "stop": [[], "s" * 4096, ["s", "\0", "\ud800"] * 85],
+    "stop_regex": [[], r"(?s)(?:.+)+\u0001", "(?s)(?:.+)+\x01", "(a+)+$", "[\ud800]"],
+    "stop_token_ids": [[], [5] * VOCAB],
+}
+
+
+def test_the_edges_of_what_is_allowed_are_answered_in_one_batch_with_honest_requests(server: ThreadServer) -> None:
+    """Whatever is let through goes into a step with others': none may fail it, or change another's tokens."""
+    honest = [request(f"h{i}", [5, 6, i + 2], 20, i, return_logprob=False) for i in range(8)]
+    alone = [result.output_ids for result in generate(server, *honest)]
+    params = [
+        {"max_new_tokens": 30, "ignore_eos": True, name: value} for name, values in EDGES.items() for value in values
+    ]
+    body = {
+        "input_ids": [[5, 6]] * len(params),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+    async def both() -> tuple[list[GenerateResult], tuple[int, Any]]:
+        async with EngineClient(server.url, max_retries=0) as client:
+            edges = asyncio.to_thread(http, server, "/generate", body)
+            return await asyncio.gather(client.generate(honest), edges)
+
+    results, (status, answer) = asyncio.run(both())
+    assert status == 200, answer
+    assert len(answer) == len(params)
+    assert [result.output_ids for result in results] == alone
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_request_is_answered_500_or_not_at_all(seed: int, server: ThreadServer) -> None:
+    """The requests of `scripts/benchmarks/server_fuzz.py`, a hundred thousand of which it sends beside honest ones."""
+    draw = random.Random(seed)
+    shots = [server_fuzz.shot(draw, key="none", target="/nonexistent") for _ in range(5)]
+    port = int(server.url.rsplit(":", 1)[1])
+
+    async def fire() -> list[str]:
+        return await asyncio.gather(*(server_fuzz.fire(port, one, PATIENCE_S) for one in shots))
+
+    fine = {"200", "400", "401", "403", "404", "405", "408", "411", "413", "415", "417", "503"}
+    for one, status in zip(shots, asyncio.run(fire()), strict=True):
+        assert status in fine or (status == "closed" and not one.finished), (status, b"".join(one.parts)[:2000])
+    assert http(server, "/health")[0] == 200
 
 
 @pytest.fixture
@@ -464,6 +567,10 @@ def test_weight_updates_and_the_key(
     for body, field in (
         ({"model_path": 5}, "model_path"),
         ({"model_path": "x", "weight_version": 5}, "weight_version"),
+        ({"model_path": "x", "weight_version": "v" * 1025}, "weight_version"),
+        ({"model_path": "x" * 10_000}, "model_path"),
+        ({"model_path": "\ud800"}, "model_path"),
+        ({"model_path": "a\0b"}, "model_path"),
         ({"model_path": "x", "flush_cache": False}, "flush_cache"),
     ):
         status, answer = http(server, "/update_weights_from_disk", body, key="Bearer open sesame")

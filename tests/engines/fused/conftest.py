@@ -202,27 +202,28 @@ class Engine:
         return self.server.log_file.read_text(encoding="utf-8", errors="replace")
 
 
-SERVERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "qwen3": ("qwen3", ("--max-total-tokens", "8192", "--chunked-prefill-size", "64")),
-    "small pool, overlap": ("qwen3", ("--max-total-tokens", "512", "--schedule-conservativeness", "0.05")),
+SERVERS: dict[str, tuple[str, str]] = {
+    "qwen3": ("qwen3", "--max-total-tokens 8192 --chunked-prefill-size 64"),
+    "small pool, overlap": ("qwen3", "--max-total-tokens 512 --schedule-conservativeness 0.05"),
     "llama, small pool, no overlap": (
         "llama",
-        ("--max-total-tokens", "512", "--schedule-conservativeness", "0.05", "--disable-overlap-schedule"),
+        "--max-total-tokens 512 --schedule-conservativeness 0.05 --disable-overlap-schedule",
     ),
-    "qwen2, mixed chunks": (
-        "qwen2",
-        ("--max-total-tokens", "4096", "--chunked-prefill-size", "32", "--enable-mixed-chunk"),
-    ),
-    "qwen3 untied, TP 2": (
-        "qwen3 untied",
-        ("--tp-size", "2", "--max-total-tokens", "4096", "--chunked-prefill-size", "64"),
-    ),
+    "qwen2, mixed chunks": ("qwen2", "--max-total-tokens 4096 --chunked-prefill-size 32 --enable-mixed-chunk"),
+    "qwen3 untied, TP 2": ("qwen3 untied", "--tp-size 2 --max-total-tokens 4096 --chunked-prefill-size 64"),
     "qwen2 tied, TP 2, small pool": (
         "qwen2 tied",
-        ("--tp-size", "2", "--max-total-tokens", "512", "--schedule-conservativeness", "0.05"),
+        "--tp-size 2 --max-total-tokens 512 --schedule-conservativeness 0.05",
     ),
-    "llama tied, no overlap": ("llama tied", ("--max-total-tokens", "4096", "--disable-overlap-schedule")),
+    "llama tied, no overlap": ("llama tied", "--max-total-tokens 4096 --disable-overlap-schedule"),
+    "catch up": ("qwen3", "--max-total-tokens 8192 --chunked-prefill-size 64"),
+    "catch up, TP 2, small pool": (
+        "qwen2 tied",
+        "--tp-size 2 --max-total-tokens 512 --schedule-conservativeness 0.05",
+    ),
 }
+BOUNDS = {"budget": 8, "longest": 6}
+"""Of the engines that catch up: so small that few responses at once meet both."""
 
 
 @pytest.fixture(scope="session")
@@ -258,13 +259,18 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     """One server at a time; pytest groups the tests by it."""
-    kind, args = SERVERS[request.param]
+    kind, flags = SERVERS[request.param]
+    args = flags.split()
     senior, junior = folders[f"{kind}-senior"], folders[f"{kind}-junior"]
     server = FusedServer(
         senior,
         junior,
         tables=list(tables.values()),
-        sglang=Sglang(preloaded_python, args=("--mem-fraction-static", "0.3", "--log-level", "info", *args)),
+        sglang=Sglang(
+            preloaded_python,
+            args=("--mem-fraction-static", "0.3", "--log-level", "info", *args),
+            catch_up=BOUNDS if "catch up" in request.param else None,
+        ),
         log_file=tmp_path_factory.mktemp("log") / "server.log",
     )
     ranks = int(args[args.index("--tp-size") + 1]) if "--tp-size" in args else 1

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from slime_tandem.engines.fused import prefill_graph
-from slime_tandem.engines.fused.model import stack_junior
+from slime_tandem.engines.fused.model import refuse_unsupported, stack_junior
+from slime_tandem.errors import ConfigError
 
 
 def replay(broken: bool) -> Any:
@@ -61,4 +62,20 @@ assert [float(layer.weight) for layer in senior.layers] == [2.0, 3.0, 5.0], "in 
 assert [name for name, _ in senior.named_parameters()] == names, (
     "weights keep their names, and the junior is no submodule"
 )
+
+own = dict.fromkeys(("enable_mixed_chunk", "enable_streaming_session", "enable_deterministic_inference"), True)
+own |= {"attention_backend": "fa3", "dcp_size": 2, "kv_cache_dtype": "fp8_e5m2", "enable_unified_memory": True}
+own |= {"enable_return_hidden_states": True}
+args = SimpleNamespace(pp_size=1, enable_memory_saver=False, device="cuda", **own)
+refuse_unsupported(args)
+told = ""
+try:
+    refuse_unsupported(args, catch_up=True)
+except ConfigError as error:
+    told = str(error)
+assert all(name in told for name in own), told
+kept = SimpleNamespace(
+    pp_size=1, enable_memory_saver=False, device="cpu", attention_backend="torch_native", kv_cache_dtype="auto"
+)
+refuse_unsupported(kept, catch_up=True)
 print("all cases hold")

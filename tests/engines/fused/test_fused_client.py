@@ -73,12 +73,27 @@ def test_the_report_replaces_the_list_that_sglang_cuts() -> None:
         ([[1, -0.5, -0.5], [2, -0.5, -0.5]], EngineError, "an author for each"),
         ([[1, -0.5, -0.5], [0, None, -0.5]], EngineError, "finite"),
         ([[1, -0.5, -0.5], [0, -0.5, None]], EngineError, "finite"),
+        ([[1, -0.5, -0.5], [1, -0.5, None, []]], EngineError, "finite"),
+        ([[1, -0.5, -0.5, [-1.0]], [0, -0.5, None, []]], EngineError, "1 late log-probs at token 0"),
     ],
     ids=str,
 )
 def test_an_answer_that_proves_nothing_is_refused(report: Any, kind: type[EngineError], text: str) -> None:
     with pytest.raises(kind, match=text):
         ask(report)
+
+
+def test_late_log_probs_of_the_senior_find_their_tokens() -> None:
+    ids = (7, 8, 9, 6, 5)
+    report = [
+        [1, -0.5, -0.5],
+        [0, -1.0, None, []],
+        [0, -2.0, None, []],
+        [1, -0.25, -0.25, [-3.0, -4.0]],
+        [0, -5.0, None, []],
+    ]
+    result, _ = ask(report, ids=ids)
+    assert result.senior_log_probs == (-0.5, -3.0, -4.0, -0.25, None)
 
 
 def test_an_aborted_answer_without_tokens_needs_no_report() -> None:
@@ -97,6 +112,7 @@ class FusedScript:
     """A fused engine that writes by an rng of (seed, context) and follows the wire form by its own little rule book."""
 
     cut: bool = False
+    behind: bool = False  # the senior has not read the end of a junior's last turn
     lie_at: int | None = None
     spoil: Callable[[GenerateResult], GenerateResult] = lambda r: r
     seen: int = 0
@@ -107,7 +123,11 @@ class FusedScript:
 
     def answer(self, r: GenerateRequest) -> GenerateResult:
         h = r.handoff
-        assert h is not None
+        if h is None:  # the last scores
+            assert r.max_new_tokens == 0
+            given = r.input_ids[r.logprob_start_len :]
+            scores = tuple(-3.0 for _ in given)
+            return GenerateResult(r.rid, (), (), "length", "v1", input_log_probs=scores, input_ids=given)
         ids: list[int] = []
         authors: list[int] = []
         run, length, reason = h.run, h.run_length, None
@@ -128,7 +148,10 @@ class FusedScript:
             elif self.cut and len(ids) == 3:
                 reason = "abort"
         own = tuple(-0.1 * (i + 1) for i in range(len(ids)))
-        senior = tuple(v if a else v - 1 for v, a in zip(own, authors, strict=True))
+        senior: tuple[float | None, ...] = tuple(v if a else v - 1 for v, a in zip(own, authors, strict=True))
+        if self.behind:
+            last = max((i for i, a in enumerate(authors) if a), default=-1)
+            senior = tuple(v if i <= last else None for i, v in enumerate(senior))
         first = r.logprob_start_len
         scored = range(first, len(r.input_ids)) if first >= 0 else range(0)
         return GenerateResult(
@@ -167,6 +190,20 @@ def test_one_request_writes_the_whole_response(rule: HandoffRule, i: int, cap: i
     assert len(sample.senior_log_probs) == len(sample.response_ids)
     spans = [(r.start, r.stop, r.author) for r in sample.runs]
     assert [a for start, stop, a in spans for _ in range(start, stop)] == list(sample.authorship_mask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rules, st.integers(0, 100), st.booleans())
+def test_what_the_senior_has_not_read_is_asked_for_where_it_is_wanted(rule: HandoffRule, i: int, wanted: bool) -> None:
+    """One request of its own for the end of a junior's last turn, if its scores are asked for; else none of them are there."""
+    writer = make_writer(rule, i)
+    writer.options = dataclasses.replace(writer.options, score_junior=wanted)
+    sample = one(writer, FusedScript(behind=True))
+    whole = bool(sample.authorship_mask[-1])
+    assert sample.requests == 1 + (wanted and not whole)
+    assert len(sample.senior_log_probs) == (len(sample.response_ids) if wanted or whole else 0)
+    tail = len(sample.response_ids) - 1 - max((k for k, a in enumerate(sample.authorship_mask) if a), default=-1)
+    assert not wanted or sample.senior_log_probs[len(sample.response_ids) - tail :] == (-3.0,) * tail
 
 
 @settings(max_examples=60, deadline=None)

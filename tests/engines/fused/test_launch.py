@@ -58,6 +58,22 @@ def test_a_shell_can_read_what_is_printed(
     assert "--sglang-enable-weights-cpu-backup" in flags
 
 
+def test_the_attention_reaches_slime(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "config",
+        "--check",
+        config_file,
+        "--slime",
+        str(tmp_path / "f"),
+        "--set",
+        "engine.fused_attention=catch_up",
+    ]
+    assert cli.main(argv) == 2
+    assert "engine.fused_attention" in capsys.readouterr().err, "of no effect on two servers"
+    assert cli.main([*argv, "engine.mode=fused"]) == 0
+    assert '"catch_up": {}' in capsys.readouterr().out
+
+
 def test_without_a_junior_a_fused_engine_is_refused(
     config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,25 +118,46 @@ def test_boundary_ids_that_are_no_list_of_ids_are_refused(
 def test_the_key_is_in_no_command_line_and_reaches_sglang_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     python = python_with_sglang(tmp_path)
     pair = folders["qwen3-senior"], folders["qwen3-junior"]
-    sglang = Sglang(python, args=("--api-key", "of the user"))
     options = ServeOptions(api_key="open sesame", threads=2)
-    server = FusedServer(*pair, options, tables=[], sglang=sglang, log_file=tmp_path / "log")
+    server = FusedServer(*pair, options, tables=[], sglang=Sglang(python), log_file=tmp_path / "log")
     try:
         command, env = server._command(), server._environment()
     finally:
         server.stop()
     assert not [part for part in command if "sesame" in part]
     assert (env[API_KEY_ENV], env["OMP_NUM_THREADS"]) == ("open sesame", "2")
-    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
     (tmp_path / "sglang" / "__init__.py").touch()
-    note = f"import json, os, sys; print(json.dumps([sys.argv[1:], {API_KEY_ENV!r} in os.environ]))"
-    (tmp_path / "sglang" / "launch_server.py").write_text(note)
+    (tmp_path / "sglang" / "srt" / "plugins.py").write_text("def load_plugins(): pass\n")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        f"""
+import json, os, types
+def kill_process_tree(pid, include_parent): pass
+def prepare_server_args(argv): return types.SimpleNamespace(argv=argv)
+def run_server(a): print(json.dumps([a.argv, a.api_key, repr(a.api_key), {API_KEY_ENV!r} in os.environ]))
+"""
+    )
     env = {**env, "PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])}
     run = [sys.executable, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *server._flags]
-    told, inherited = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout)
-    assert told[:2] == ["--api-key", "open sesame"], "before the user's flags, which win"
-    assert told[-2:] == ["--api-key", "of the user"]
-    assert not inherited
+    out = subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout.splitlines()[0]
+    assert json.loads(out) == [server._flags, "open sesame", "***", False]
+    sglang = Sglang(python, args=("--api-key", "of the user"))
+    with pytest.raises(ConfigError, match=r"engine\.sglang_args='\(not shown\)'"):
+        FusedServer(*pair, tables=[], sglang=sglang, log_file=tmp_path / "log")
+
+
+@pytest.mark.parametrize("flags", [("--max-batch", "8"), ("--cache-tokens", "512"), ("--allowed-hosts", "box")])
+def test_serve_passes_over_no_flag_that_a_fused_server_does_not_take(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, str],
+) -> None:
+    monkeypatch.setenv(PYTHON_ENV, python_with_sglang(tmp_path))
+    pair = [str(folders["qwen3-senior"]), str(folders["qwen3-junior"])]
+    assert cli.main(["serve", "--port", "0", *flags, "--fused", *pair]) == 2
+    assert flags[0].strip("-").replace("-", "_") in capsys.readouterr().err
 
 
 def test_options_of_the_embedded_server_alone_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:

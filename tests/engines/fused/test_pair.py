@@ -109,6 +109,12 @@ def test_the_override_sizes_the_pool_for_both_models(tmp_path: Path) -> None:
     assert args["tandem"]["senior_layers"] == 3
     assert args["tandem"]["junior"]["num_hidden_layers"] == 5
     assert json.loads(json.dumps(args)) == args
+    assert args["tandem"]["catch_up"] is None
+    files: dict[str, Any] = {"junior_folder": None, "tables": tmp_path / "t.npy", "tables_sha256": "ab"}
+    bounds = {"budget": 3}
+    assert launch.override_args(SENIOR, JUNIOR, **files, catch_up=bounds)["tandem"]["catch_up"] == bounds
+    with pytest.raises(ModelError, match=r"senior\.head_dim=24: expected a power of two"):
+        launch.override_args({**SENIOR, "head_dim": 24}, {**JUNIOR, "head_dim": 24}, **files, catch_up={})
     llama = launch.override_args(
         {**SENIOR, "model_type": "llama"}, {**JUNIOR, "model_type": "llama"}, junior_folder=None,
         tables=tmp_path / "t.npy", tables_sha256="ab",

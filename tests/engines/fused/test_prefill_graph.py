@@ -11,7 +11,7 @@ from ...waiting import PATIENCE_S
 
 
 def test_a_replay_knows_its_requests_and_hands_on_the_report(sglang_python: str) -> None:
-    """And the two stacks of layers are one module, whose parameters keep their names."""
+    """And the two stacks of layers are one module, whose parameters keep their names; what is refused."""
     script = Path(__file__).with_name("prefill_cases.py")
     done = subprocess.run(
         [sglang_python, "-W", "ignore", str(script)],

@@ -30,6 +30,7 @@ from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import JUNIOR, SENIOR, Message, Prompt, SampleKey, TandemSample
 
 from ...waiting import PATIENCE_S
+from .conftest import BOUNDS
 
 PROMPT = Prompt("p", (), None, "t")
 only = pytest.mark.parametrize
@@ -43,13 +44,13 @@ def make_rule(strategy: str, tables: dict[str, frozenset[int]], prob: float = 0.
 def make_writer(
     rule: HandoffRule, tokens: TokenBytes, prompt: Sequence[int], i: int, cap: int = 40, **kwargs: Any
 ) -> TandemWriter:
-    more = {k: kwargs.pop(k) for k in ("tokens_per_request",) if k in kwargs}
+    more = {"score_junior": kwargs.get("temperature", 1.0) == 1.0}
+    more |= {k: kwargs.pop(k) for k in ("tokens_per_request", "score_junior") if k in kwargs}
     sampling = SamplingConfig(max_new_tokens=cap, **kwargs)
     # No end of turn but the length: the longer the response, the more there is to compare.
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
-    return TandemWriter(
-        SampleKey(3, 1, i), 0, PROMPT, prompt, WriterOptions(rule, sampling, endless, fused=True, **more)
-    )
+    options = WriterOptions(rule, sampling, endless, fused=True, **more)
+    return TandemWriter(SampleKey(3, 1, i), 0, PROMPT, prompt, options)
 
 
 def write(client: EngineClient, writers: list[TandemWriter]) -> Any:
@@ -84,7 +85,7 @@ def test_every_strategy_and_probability(
 @only(
     "setting", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 5}], ids=str
 )
-@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2", "catch up"], indirect=True)
 def test_temperature_truncation_and_greedy(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, setting: dict[str, Any]
 ) -> None:
@@ -94,7 +95,7 @@ def test_temperature_truncation_and_greedy(
         engine.reference.check(sample, temperature=setting.get("temperature", 1.0), top_p=setting.get("top_p", 1.0))
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "catch up"], indirect=True)
 def test_one_batched_request_for_all(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -105,7 +106,7 @@ def test_one_batched_request_for_all(
         engine.reference.check(sample)
 
 
-@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2", "catch up"], indirect=True)
 def test_tandem_solo_and_scoring_requests_side_by_side(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -147,7 +148,7 @@ def test_tandem_solo_and_scoring_requests_side_by_side(
     assert score.input_log_probs[1:] == pytest.approx([float(rows[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-4)
 
 
-@only("engine", ["qwen3", "qwen2, mixed chunks", "qwen3 untied, TP 2"], indirect=True)
+@only("engine", ["qwen3", "qwen2, mixed chunks", "qwen3 untied, TP 2", "catch up"], indirect=True)
 def test_radix_hits_and_chunked_prefill(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -168,7 +169,16 @@ def test_radix_hits_and_chunked_prefill(
     assert engine.run(ask)[0].cached_tokens >= 150
 
 
-@only("engine", ["small pool, overlap", "llama, small pool, no overlap", "qwen2 tied, TP 2, small pool"], indirect=True)
+@only(
+    "engine",
+    [
+        "small pool, overlap",
+        "llama, small pool, no overlap",
+        "qwen2 tied, TP 2, small pool",
+        "catch up, TP 2, small pool",
+    ],
+    indirect=True,
+)
 def test_forced_retractions_lose_and_change_nothing(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -194,7 +204,7 @@ def retractions(log: str) -> int:
     return len(re.findall(r"[Rr]etract", log))
 
 
-@only("engine", ["qwen3", "small pool, overlap", "qwen2 tied, TP 2, small pool"], indirect=True)
+@only("engine", ["qwen3", "small pool, overlap", "qwen2 tied, TP 2, small pool", "catch up"], indirect=True)
 def test_aborted_responses_resume_where_they_stopped(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -226,7 +236,7 @@ def test_aborted_responses_resume_where_they_stopped(
         raise AssertionError("no response was cut")
     sampling = SamplingConfig(max_new_tokens=300)
     endless = TokenBytes(tokens.table, tokens.special, frozenset())
-    options = WriterOptions(rule, sampling, endless, fused=True)
+    options = WriterOptions(rule, sampling, endless, score_junior=True, fused=True)
     resumed = [TandemWriter.resume(s, options) for s in cut_off if s.finish_reason == "abort"]
     for sample in engine.run(lambda client: write(client, resumed)):
         assert len(sample.response_ids) == 300
@@ -234,7 +244,7 @@ def test_aborted_responses_resume_where_they_stopped(
         assert sample.authorship_mask == rule.authorship(sample.key, sample.response_ids)
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["qwen3", "catch up"], indirect=True)
 def test_many_short_requests_and_inserted_text_are_one_response(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -270,7 +280,7 @@ def test_a_table_that_the_engine_does_not_hold_is_refused(engine: Any, tokens: T
         engine.run(lambda client: write(client, [writer]))
 
 
-@only("engine", ["qwen3", "qwen3 untied, TP 2"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2", "catch up"], indirect=True)
 def test_weight_updates_by_name(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts, tmp_path: Path
 ) -> None:
@@ -285,7 +295,8 @@ def test_weight_updates_by_name(
         (junior2 / name).write_bytes((folder("senior") / name).read_bytes())
     writers = [make_writer(rule, tokens, p, i, cap=60) for i, p in enumerate(prompts(4, 20, 10))]
     again = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
-    last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60) for w in writers]
+    # Without a second request, which could come in between waiting until the server is idle and the update.
+    last = [make_writer(rule, tokens, w.prompt_ids, w.key.sample_index, cap=60, score_junior=False) for w in writers]
 
     async def updates(client: EngineClient) -> Any:
         await client.update_weights_from_disk(str(folder("senior2")), "v2")
@@ -427,7 +438,62 @@ def test_a_team_writes_through_one_engine(engine: Any, tokens: TokenBytes, table
     assert not any(s.junior_tokens for s in solo)
 
 
-@only("engine", ["qwen3"], indirect=True)
+@only("engine", ["catch up"], indirect=True)
+def test_the_senior_tells_late_what_it_thinks_of_the_juniors_tokens(
+    engine: Any, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """All of it comes with the answer, except of what it had no more reason to read: the end of a junior's last turn."""
+    rules = [make_rule(strategy, tables, p) for strategy in STRATEGIES for p in (0.0, 0.3, 0.7, 1.0)]
+    requests = [
+        GenerateRequest(f"late{i}", prompt, 40, handoff=handoff_of(rule, i))
+        for i, (rule, prompt) in enumerate(zip(rules, prompts(len(rules), 12, 13), strict=True))
+    ]
+
+    async def ask(client: EngineClient) -> Any:
+        return await asyncio.gather(*(client.generate([r]) for r in requests))
+
+    told = 0
+    for request, rule, [result] in zip(requests, rules, engine.run(ask), strict=True):
+        rows = engine.reference.log_probs(engine.reference.senior, request.input_ids + result.output_ids)
+        rows = rows[len(request.input_ids) - 1 :]
+        known = [v is not None for v in result.senior_log_probs]
+        assert known == sorted(known, reverse=True), "what is not known is the end"
+        assert not any(a for a, k in zip(result.authors, known, strict=True) if not k), "and the junior's"
+        assert rule.prob_senior == 0.0 or known.count(False) < BOUNDS["longest"]
+        for i, (value, token, author) in enumerate(
+            zip(result.senior_log_probs, result.output_ids, result.authors, strict=True)
+        ):
+            if value is not None:
+                assert value == pytest.approx(float(rows[i][token]), abs=1e-4)
+                told += author == JUNIOR
+    assert told > 50
+
+
+@only("engine", ["catch up"], indirect=True)
+def test_nobody_finds_in_the_cache_what_one_model_has_not_read(
+    engine: Any, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """The senior goes on behind a response of the junior's, and the other way round: prompts alone are found again."""
+    [prompt] = prompts(1, 70, 14)
+    solo = {a: handoff_of(make_rule("word", tables, float(a)), 5) for a in (JUNIOR, SENIOR)}
+
+    async def ask(client: EngineClient, first: int) -> Any:
+        [begun] = await client.generate([GenerateRequest(f"first{first}", prompt, 30, handoff=solo[first])])
+        longer = prompt + begun.output_ids + (5, 6, 7)
+        return longer, *await client.generate(
+            [GenerateRequest(f"then{first}", longer, 20, handoff=solo[1 - first], top_logprobs_num=2)]
+        )
+
+    for first in (JUNIOR, SENIOR):
+        longer, result = engine.run(lambda client, first=first: ask(client, first))
+        other = engine.reference.junior if first == SENIOR else engine.reference.senior
+        rows = engine.reference.log_probs(other, longer + result.output_ids)[len(longer) - 1 :]
+        own = [float(rows[i][t]) for i, t in enumerate(result.output_ids)]
+        assert result.output_log_probs == pytest.approx(own, abs=1e-4)
+        assert 0 < result.cached_tokens <= len(prompt)
+
+
+@only("engine", ["qwen3", "catch up"], indirect=True)
 def test_the_junior_scores_where_it_is_asked(engine: Any, prompts: Prompts) -> None:
     """Evaluation lets the junior read the senior's chains: its input log-probs, beside requests that want the senior's."""
     texts = prompts(6, 150, 11)

@@ -1,0 +1,250 @@
+"""Every model family as student and as teacher of every other: the teacher reads what its own template would have written.
+
+Tokenizers and templates only (scripts/families.py); no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from families import FAMILIES, Conversation, Said, native, sample_of, spelt
+
+from slime_tandem.distill.teacher import Teacher, check_teacher
+from slime_tandem.errors import TandemError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
+from slime_tandem.types import Message, TandemSample
+
+ASK = (Message("user", "What is 12 + 345?"),)
+TOOL = (Message("tool", "12 + 345 = 357"),)
+CALL = {"type": "function", "id": "call00001", "function": {"name": "sum", "arguments": {"x": "12"}}}
+TOOLS = (
+    {
+        "type": "function",
+        "function": {"name": "sum", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+CALLED = (
+    *ASK,
+    Message("assistant", "", {"tool_calls": [CALL]}),
+    Message("tool", "357", {"tool_call_id": "call00001", "name": "sum"}),
+)
+CONVERSATIONS = {
+    "single": Conversation(ASK, (Said("The answer is 357."),)),
+    "system": Conversation((Message("system", "Be brief."), *ASK), (Said("The answer is 357."),)),
+    "cut": Conversation(ASK, (Said("The answer is"),), ended=False),
+    "asked again": Conversation(ASK, (Said("Let me see"), Said("It is 357.")), ((Message("user", "And then?"),),)),
+    "tool": Conversation(ASK, (Said("Let me see"), Said("It is 357.")), (TOOL,)),
+    "tools": Conversation(CALLED, (Said("It is 357."),), tools=TOOLS),
+    "thinking": Conversation(ASK, (Said("The answer is 357.", "so 12 + 345 it is"),)),
+}
+
+
+def teacher_of(families: dict[str, Any], student: str, teacher: str, thinking: Any = "keep") -> Teacher:
+    own, chat = families[student][1], families[teacher][1]
+    return Teacher.by_template(None, own, chat, thinking, name=teacher)  # type: ignore[arg-type]
+
+
+def spoken(families: dict[str, Any], student: str, told: Conversation) -> TandemSample | None:
+    """The sample; None where the student's own template has no such messages."""
+    try:
+        return sample_of(*families[student], told)
+    except TandemError:
+        return None
+
+
+def unread(families: dict[str, Any], teacher: str, told: Conversation) -> type[TandemError] | None:
+    """What the teacher's template does not show of it."""
+    turns = families[teacher][1].turns
+    roles = {m.role for m in (*told.messages, *(m for part in told.between for m in part))}
+    if roles - set(turns.roles):
+        return UnreadRolesError
+    if told.tools and not (turns.tools and turns.tool_calls):
+        return UnreadToolsError
+    if teacher == "gpt-oss" and told.between and told.between[0][0].role == "tool":
+        return UnreadTemplateError  # no tool message without the call that it answers
+    return None
+
+
+def why_not(families: dict[str, Any], student: str, teacher: str, name: str) -> str:
+    """Why the text cannot be the native one; "" where it must be."""
+    s, t = families[student][1], families[teacher][1]
+    if teacher_of(families, student, teacher)._markups[2]:
+        return "the student's own ids, in the same markup"
+    if name == "system" and teacher in ("mistral-v3", "mistral-tekken"):
+        return "its template shows the system message in the last turn alone, if that is the user's"
+    if name == "thinking":
+        if t.turns.think and not t.turns.keeps_thinking:
+            return "its template drops thinking"
+        if (s.turns.think is None) != (t.turns.think is None):
+            return "markers of thinking that one of the two does not have"
+    return ""
+
+
+@pytest.mark.parametrize("teacher", FAMILIES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_teacher_reads_what_its_own_template_writes(families: dict[str, Any], teacher: str, name: str) -> None:
+    tokenizer, chat = families[teacher]
+    told = CONVERSATIONS[name]
+    seen = 0
+    for student in FAMILIES:
+        sample = spoken(families, student, told)
+        if sample is None:
+            continue
+        one = teacher_of(families, student, teacher)
+        if (error := unread(families, teacher, told)) is not None:
+            with pytest.raises(error):
+                one.conversation(sample)
+            continue
+        prompt, text = one.conversation(sample)
+        sent, want = spelt(tokenizer.tokens, [*prompt, *text.ids]), native(chat, told)
+        if told.ended and chat.turns.closed_by == "the next role":
+            sent = sent.removesuffix(spelt(tokenizer.tokens, [chat.end_of_turn]))
+        reason = why_not(families, student, teacher, name)
+        if not reason:
+            assert want.startswith(sent), (student, sent.decode(), want.decode())
+            rest = want[len(sent) :].decode()
+            assert not told.ended or rest == chat.turns.after, (student, rest)
+            seen += 1
+        aligned = one.aligner.align(text)
+        if told.ended:
+            assert aligned.teacher_index[-1] == len(text.ids) - 1, f"{student}'s end has no value"
+        for i in (i for i, t in enumerate(aligned.teacher_index.tolist()) if t >= 0):
+            ours, theirs = sample.response_ids[i], text.ids[int(aligned.teacher_index[i])]
+            data = families[student][0].tokens.of(ours)
+            assert data is None or tokenizer.tokens.of(theirs) in (data, None)
+    nobody = (name, teacher) in {
+        ("thinking", "deepseek-r1"), ("system", "mistral-v3"), ("system", "mistral-tekken"),
+    }  # fmt: skip
+    assert nobody != bool(seen) or unread(families, teacher, told)
+
+
+@pytest.mark.parametrize("teacher", FAMILIES)
+def test_ends_of_turn_pair_everywhere(families: dict[str, Any], teacher: str) -> None:
+    """In the middle and at the end, one end each, and no end of turn twice in a row."""
+    tokenizer, chat = families[teacher]
+    told = CONVERSATIONS["asked again"]
+    for student in FAMILIES:
+        sample = spoken(families, student, told)
+        assert sample is not None
+        one = teacher_of(families, student, teacher)
+        check_teacher(one)
+        prompt, text = one.conversation(sample)
+        aligned = one.aligner.align(text)
+        middle = sample.inserted[0][0] - 1
+        ends = [int(aligned.teacher_index[i]) for i in (middle, len(sample.response_ids) - 1)]
+        assert min(ends) >= 0, student
+        if not one._markups[2]:
+            assert {text.ids[i] for i in ends} <= chat.ends, student
+        ids = [*prompt, *text.ids]
+        assert not any(a == b and a in tokenizer.tokens.eos_ids for a, b in itertools.pairwise(ids))
+
+
+@pytest.mark.parametrize("teacher", FAMILIES)
+@pytest.mark.parametrize("thinking", ["keep", "text", "drop"])
+def test_thinking(families: dict[str, Any], teacher: str, thinking: Any) -> None:
+    tokenizer, chat = families[teacher]
+    marks = {tokenizer.hf.convert_tokens_to_ids(m) for m in ("<think>", "</think>")} - {None, tokenizer.hf.unk_token_id}
+    for student in ("qwen3", "qwen3-thinking", "glm4.5", "deepseek-r1"):
+        if student == teacher and thinking != "keep":
+            continue
+        for ended in (True, False):
+            told = Conversation(ASK, (Said("It is 357." if ended else "", "so 12 + 345 it is"),), ended=ended)
+            sample = sample_of(*families[student], told)
+            if not ended:  # cut within the thinking: before its end is marked
+                close = families[student][1].marks[1][0]
+                at = sample.response_ids.index(close)
+                sample = _cut(sample, at)
+            one = teacher_of(families, student, teacher, thinking)
+            prompt, text = one.conversation(sample)
+            said = spelt(tokenizer.tokens, text.ids)
+            whole = spelt(tokenizer.tokens, [*prompt, *text.ids])
+            reasons = one.aligner.align(text).scores([-1.0] * len(text.ids)).unaligned
+            if thinking == "drop":
+                plain = Conversation(ASK, (Said("It is 357." if ended else ""),), ended=ended)
+                assert b"so 12" not in said
+                assert reasons["thinking"] > 0
+                if ended:
+                    assert native(chat, plain).startswith(
+                        whole.removesuffix(b"<|user|>") if "glm" in teacher else whole
+                    )
+            else:
+                assert b"so 12 + 345 it is" in said
+                assert reasons["thinking"] == 0
+            if thinking == "text":
+                assert not marks & set(text.ids), "markers are text"
+                assert b"</think>" in said or not ended
+            if thinking == "keep" and chat.turns.marks:
+                opening = chat.turns.marks[0].encode()
+                assert whole.count(opening) == (native(chat, told).count(opening) or 1), "not doubled"
+                if not ended:
+                    assert chat.turns.marks[1].encode() not in whole, "an answer has not begun"
+
+
+def _cut(sample: TandemSample, at: int) -> TandemSample:
+    from dataclasses import replace
+
+    return replace(
+        sample,
+        response_ids=sample.response_ids[:at],
+        authorship_mask=sample.authorship_mask[:at],
+        log_probs=sample.log_probs[:at],
+        runs=(),
+        finish_reason="length",
+    )
+
+
+def test_an_opening_without_thinking_is_not_read_by_a_teacher(families: dict[str, Any]) -> None:
+    """A student that does not think is not scored inside a thinking that the teacher's prompt has opened."""
+    for teacher in ("qwen3-thinking", "deepseek-r1"):
+        one = teacher_of(families, "llama3", teacher)
+        sample = spoken(families, "llama3", CONVERSATIONS["single"])
+        assert sample is not None
+        prompt, _ = one.conversation(sample)
+        text = spelt(families[teacher][0].tokens, prompt)
+        assert text.count(b"<think>") == text.count(b"</think>")
+
+
+def test_a_tools_text_with_markers_hides_nothing(families: dict[str, Any]) -> None:
+    told = Conversation(ASK, (Said("Let me see"), Said("It is 357.")), ((Message("user", "use <think> tags"),),))
+    for markers in ("escape", "allow"):
+        tokenizer, chat = families["qwen3-thinking"]
+        sample = sample_of(tokenizer, type(chat)(chat.template, chat.tokens, markers), told)  # type: ignore[arg-type]
+        one = teacher_of(families, "qwen3-thinking", "llama3", "drop")
+        _, text = one.conversation(sample)
+        assert b"It is 357." in spelt(families["llama3"][0].tokens, text.ids)
+
+
+def test_the_system_message_stays_where_a_template_moves_it(families: dict[str, Any]) -> None:
+    """Mistral shows it in the last user's turn, and only if that one is the last of all."""
+    one = teacher_of(families, "llama3", "mistral-v3")
+    sample = spoken(families, "llama3", CONVERSATIONS["system"])
+    assert sample is not None
+    prompt, text = one.conversation(sample)
+    assert b"Be brief." in spelt(families["mistral-v3"][0].tokens, prompt)
+    assert families["mistral-v3"][0].tokens.join(text.ids) == b" The answer is 357."
+
+
+def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
+    """A role that the teacher lacks fails its sample by name, and not the call."""
+    import asyncio
+
+    from slime_tandem.protocol import GenerateResult
+    from slime_tandem.types import AlignedScores
+
+    class Answering:
+        async def generate(self, requests: Any) -> Any:
+            return [
+                GenerateResult(
+                    r.rid, (), (), "length", "", input_log_probs=(-1.0,) * len(r.input_ids), input_ids=r.input_ids
+                )
+                for r in requests
+            ]
+
+    one = Teacher.by_template(Answering(), families["llama3"][1], families["gemma3"][1])  # type: ignore[arg-type]
+    told = [CONVERSATIONS[name] for name in ("tool", "single", "tools")]
+    samples = [s for t in told if (s := spoken(families, "llama3", t)) is not None]
+    scores = asyncio.run(one.score(samples))
+    assert isinstance(scores[0], UnreadRolesError)
+    assert isinstance(scores[1], AlignedScores)
+    assert isinstance(scores[2], UnreadRolesError)
