@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from slime_tandem.errors import DataError, RunDirError
+from slime_tandem.errors import DataError, RunDirError, printable
 
 T = TypeVar("T")
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
@@ -71,6 +71,18 @@ def is_file_name(name: str) -> bool:
     [True, False, False, False, False, False, False]
     """
     return 0 < len(name) <= 255 and name not in (".", "..") and not set("/\\") & set(name) and name.isprintable()
+
+
+def csv_cell(cell: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets a `'` in front (OWASP, CSV injection).
+
+    >>> [csv_cell(cell) for cell in ("=1+1", "@x", "-0.5", -0.5, "a-b", None)]
+    ["'=1+1", "'@x", "'-0.5", -0.5, 'a-b', None]
+    """
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)  # a carriage return, which csv does not quote, would begin a row
+    return f"'{text}" if text.lstrip(" ")[:1] in tuple("=+-@\t\n") else text
 
 
 def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.errors import printable
-from slime_tandem.files import whole_file
+from slime_tandem.files import csv_cell, whole_file
 from slime_tandem.report.dots import DASH, Dot, Panel, Scatter, document
 from slime_tandem.report.statistics import Estimate
 
@@ -74,7 +74,7 @@ class Report:
         """The rows with a header; empty cells where there is no value."""
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([_COLUMNS, *([_in_csv(cell) for cell in _cells(row)] for row in self.rows)])
+        writer.writerows([_COLUMNS, *([csv_cell(cell) for cell in _cells(row)] for row in self.rows)])
         return text.getvalue()
 
     def to_svg(self) -> str:
@@ -120,18 +120,6 @@ class Report:
 
 def _short(value: float | None) -> str:
     return DASH if value is None else f"{value:.4g}"
-
-
-def _in_csv(cell: Any) -> Any:
-    """A cell that no spreadsheet takes for a formula: text that begins like one gets a `'` in front (OWASP, CSV injection).
-
-    >>> [_in_csv(cell) for cell in ("=1+1", "@x", "-0.5", -0.5, "a-b", None)]
-    ["'=1+1", "'@x", "'-0.5", -0.5, 'a-b', None]
-    """
-    if not isinstance(cell, str):
-        return cell
-    text = printable(cell)  # a carriage return, which csv does not quote, would begin a row
-    return f"'{text}" if text.lstrip(" ")[:1] in tuple("=+-@\t\n") else text
 
 
 def _cells(row: Row) -> tuple[Any, ...]:

@@ -353,7 +353,9 @@ def _learn(
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
     bank = TokenBank.of(arm.config)
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank and bank.write)
+    rows, group_metrics = build_rows(
+        scored, arm.config, reference, trainer.kl_coef, None if bank is None else bank.write
+    )
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(

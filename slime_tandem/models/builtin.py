@@ -1,9 +1,13 @@
-"""Three small checkpoints made from scratch in about a minute: `builtin:junior`, `builtin:senior`, `builtin:teacher`.
+"""Small checkpoints made from scratch in about a minute: `builtin:junior`, `builtin:senior`, `builtin:teacher`.
 
 All three learn to add two numbers of up to two digits (`TASK`, a reasoning-gym family) from worksheets with slips
 (`models.worksheet`); held-out questions are never among them. The junior is small and stopped early. The senior is bigger
 and learns longer, but imitates many slips. The teacher meets slips too, and imitates only what is right. Senior and junior
 (Qwen3) share one byte-level BPE tokenizer; the teacher (Llama) has its own, with other merges, special tokens and markup.
+
+There is a second set of three, `builtin:two-notations/<role>` (`RECIPES`): its senior knows two ways to write the same work
+and slips less in the one that its junior never saw; its teacher knows both and slips in neither. `builtin:<role>@7` is made
+from other start weights and texts; all that is measured with one seed of models holds for these models alone.
 
 Models are kept under `cache_dir/<key>`, where the key is a hash of the whole recipe; `recipe.json` beside them holds what
 was measured. Three worker processes of one thread each do the work. The same recipe on the same machine and library
@@ -18,16 +22,18 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,7 +51,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import ModelError
-from slime_tandem.models.worksheet import worksheet
+from slime_tandem.models.worksheet import Piece, in_other_notation, worksheet
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.types import Prompt
 
@@ -71,7 +77,7 @@ class TokenizerRecipe:
     """A byte-level BPE tokenizer. `turn` and `end` are the chat markup around a turn; `end` is the EOS token.
 
     Special tokens have the first ids (`specials_first`) or the last ones. Without `knows_tags` the `<answer>` tags are left
-    out of the training texts, so that they get fewer merges.
+    out of the training texts, so that they get fewer merges. `other_notation`: share of them in the other notation.
     """
 
     vocab_size: int
@@ -80,6 +86,7 @@ class TokenizerRecipe:
     pad: str
     specials_first: bool
     knows_tags: bool
+    other_notation: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class ModelRecipe:
     """One model: its size, its worksheets, and how long it trains.
 
     Training ends after `steps` batches, or at the first check (every `check_every` steps) whose sampled accuracy on train-side
-    questions reaches `stop_accuracy`. `imitate_slips=False` takes the loss on right pieces only.
+    questions reaches `stop_accuracy`. `imitate_slips=False` takes the loss on right pieces only. `other_notation` is the share
+    of worksheets in the other notation, which slip with `other_slip` in each column.
     """
 
     architecture: str
@@ -106,6 +114,15 @@ class ModelRecipe:
     matrix_lr: float = 6e-3
     other_lr: float = 1e-2
     seed: int = 0
+    other_notation: float = 0.0
+    other_slip: float = 0.0
+
+    def sheet(self, expression: str, rng: Random) -> list[Piece]:
+        """One worksheet of those that this model learns from."""
+        # No draw where there is nothing to choose: a recipe of one notation keeps its texts.
+        if self.other_notation and rng.random() < self.other_notation:
+            return in_other_notation(worksheet(expression, self.other_slip, rng))
+        return worksheet(expression, self.slip, rng)
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,11 @@ class Recipe:
     check_prompts: int = 128
     final_prompts: int = 256
 
+    def seeded(self, seed: int) -> Recipe:
+        """The same recipe with other start weights and other texts; 0 is this one."""
+        changed = {role: dataclasses.replace(old := getattr(self, role), seed=old.seed + 10 * seed) for role in ROLES}
+        return dataclasses.replace(self, **changed)
+
     @property
     def key(self) -> str:
         """Hash of the recipe, of the task and of sample worksheets (so that a change of their writing counts)."""
@@ -131,23 +153,47 @@ class Recipe:
 
 
 ROLES = ("junior", "senior", "teacher")
+_SUMS = Recipe()
+_BOTH = dataclasses.replace(_SUMS.student_tokenizer, other_notation=0.3)
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "sums": _SUMS,
+        "two-notations": dataclasses.replace(
+            _SUMS,
+            student_tokenizer=_BOTH,
+            teacher_tokenizer=dataclasses.replace(_SUMS.teacher_tokenizer, other_notation=0.3),
+            junior=dataclasses.replace(_SUMS.junior, stop_accuracy=0.65),
+            senior=dataclasses.replace(_SUMS.senior, other_notation=0.3, other_slip=0.12),
+            teacher=dataclasses.replace(_SUMS.teacher, other_notation=0.5, other_slip=0.1),
+        ),
+    }
+)
+"""By name: `builtin:<role>` is of the first, `builtin:<name>/<role>` of any."""
+
+
+_NAME = re.compile(rf"(?:(?P<recipe>{'|'.join(RECIPES)})/)?(?P<role>{'|'.join(ROLES)})(?:@(?P<seed>\d{{1,4}}))?")
 
 
 def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe | None = None) -> Path:
-    """The folder of a model: `builtin:<role>` is made when missing (all three at once), anything else is a path.
+    """The folder of a model: `builtin:[recipe/]role[@seed]` is made when missing (all three roles at once), else a path.
 
-    Safe when several processes ask at once: one makes the models, the others wait for its lock. Raises ModelError for an
-    unknown role, a path that is no folder, or a worker that failed.
+    `recipe` stands in for the named one. Safe when several processes ask at once: one makes the models, the others wait for
+    its lock. Raises ModelError for an unknown name, a path that is no folder, or a worker that failed.
     """
     if not name.startswith(PREFIX):
         path = Path(name)
         if not name or not path.is_dir():  # Path("") would be the current folder
             raise ModelError("model", name, "a Hugging Face folder or builtin:<role>", "check the path")
         return path
-    role = name.removeprefix(PREFIX)
-    if role not in ROLES:
-        raise ModelError("model", name, f"one of {', '.join(PREFIX + r for r in ROLES)}", "choose one of these")
-    return pretrain(cache_dir, log, recipe) / role
+    parts = _NAME.fullmatch(name.removeprefix(PREFIX))
+    if parts is None:
+        known = ", ".join(f"{PREFIX}{r}" for r in ROLES)
+        expected = (
+            f"one of {known}, perhaps with {' or '.join(RECIPES)} and a slash before the role and @SEED behind it"
+        )
+        raise ModelError("model", name, expected, "choose one of these")
+    chosen = recipe or RECIPES[parts["recipe"] or "sums"]
+    return pretrain(cache_dir, log, chosen.seeded(int(parts["seed"] or 0))) / parts["role"]
 
 
 def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe | None = None) -> Path:
@@ -255,7 +301,9 @@ def build_tokenizer(recipe: TokenizerRecipe, tasks: TaskSet) -> PreTrainedTokeni
     specials = [recipe.pad, *(recipe.turn.format(role=role) for role in roles), recipe.end]
     prompts = tasks.train_prompts(step=1, n=400)
     rng = Random(0)  # noqa: S311
-    sheets = [[text for text, _ in worksheet(_expression(p), 0.3, rng)] for p in prompts]
+    drawn = (worksheet(_expression(p), 0.3, rng) for p in prompts)
+    kinds = (bool(recipe.other_notation) and rng.random() < recipe.other_notation for _ in prompts)
+    sheets = [[t for t, _ in (in_other_notation(s) if k else s)] for s, k in zip(drawn, kinds, strict=True)]
     own = [
         f"{p.messages[0].content}{''.join(sheet)}" if recipe.knows_tags else f"{question_of(p)}{''.join(sheet[:-1])}"
         for p, sheet in zip(prompts, sheets, strict=True)
@@ -459,7 +507,7 @@ def encode(
     tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], settings: ModelRecipe, rng: Random
 ) -> list[tuple[list[int], list[int]]]:
     """(ids, labels) of prompt + worksheet + EOS for each prompt; labels are -100 on the prompt and on what is not learnt."""
-    sheets = [worksheet(_expression(p), settings.slip, rng) for p in prompts]
+    sheets = [settings.sheet(_expression(p), rng) for p in prompts]
     prompt_ids = tokenizer([_render(tokenizer, p) for p in prompts], add_special_tokens=False)["input_ids"]
     sheet_texts = ["".join(text for text, _ in sheet) for sheet in sheets]
     encoded = tokenizer(sheet_texts, add_special_tokens=False, return_offsets_mapping=True)

@@ -4,14 +4,19 @@
 carry their leading space, so a handoff at a word start falls just before a column's digits, just before its sum, and after
 the mark that closes a step.
 
-Worksheets also hold slips, a wrong digit or sum; what follows builds on it, as in human work. It knows no tokenizer and no
-model.
+Worksheets also hold slips, a wrong digit or sum; what follows builds on it, as in human work. The same steps can be written
+in another notation, ` 7&8 :15 | 4&3&1 :8 | <answer>85</answer>`: two styles of one piece of work. It knows no tokenizer and
+no model.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from random import Random
 
+OTHER_NOTATION = str.maketrans("+=;", "&:|")
+"""The signs of the common notation, and those of the other; the answer's tags are the same in both."""
 Piece = tuple[str, bool]
 """A piece of text, and whether it is right given what was written before (False: a slip)."""
 
@@ -47,6 +52,25 @@ def worksheet(expression: str, slip: float, rng: Random) -> list[Piece]:
         carry, result = value // 10, f"{value % 10}{result}"
     pieces.append((f" <answer>{int(f'{carry}{result}')}</answer>", True))
     return pieces
+
+
+def in_other_notation(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same worksheet in the other notation.
+
+    >>> "".join(text for text, _ in in_other_notation(worksheet("47 + 8", 0.0, Random(0))))
+    ' 7&8 :15 | 4&0&1 :5 | <answer>55</answer>'
+    """
+    return [(text.translate(OTHER_NOTATION), right) for text, right in pieces]
+
+
+def other_notation_share(text: str) -> float:
+    """Share of the other notation's signs among all signs of a response; nan for a text without any.
+
+    >>> other_notation_share(" 7+8 =15 | <answer>15</answer>")
+    0.3333333333333333
+    """
+    own, common = (sum(map(text.count, signs)) for signs in ("&:|", "+=;"))
+    return own / (own + common) if own + common else math.nan
 
 
 def _near(value: int, rng: Random) -> int:

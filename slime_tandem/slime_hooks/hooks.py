@@ -185,7 +185,7 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     ]
     bank = TokenBank.of(config)
     rollout_id = getattr(args, "logged_rollout_id", None)
-    rows, metrics = build_rows(scored, config, bank=bank and bank.write, rollout_id=rollout_id)
+    rows, metrics = build_rows(scored, config, bank=None if bank is None else bank.write, rollout_id=rollout_id)
     drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
     kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)

@@ -19,7 +19,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.distill.opd_mask import OpdMask, joined_lists, token_keys
 from slime_tandem.distill.published import PublishedScores, budget_score, published_scores
 from slime_tandem.errors import RunDirError
-from slime_tandem.files import whole_file
+from slime_tandem.files import csv_cell, whole_file
 from slime_tandem.types import BoolArray, ScoredSample, TopLists
 
 _QUADRANTS = {
@@ -163,7 +163,7 @@ class TokenBank:
 def _csv(file: io.StringIO, rows: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(file, list(rows[-1]))
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in rows)
 
 
 def _of_lists(lists: TopLists, scores: PublishedScores, i: int, token: int) -> dict[str, Any]:

@@ -88,6 +88,21 @@ def test_an_unknown_architecture_or_dtype_is_refused(
         load_model(folders["llama"], "float16")
 
 
+def test_a_folder_with_what_is_no_file_is_refused_before_it_is_read(model_copy: Callable[[str], Path]) -> None:
+    """Reading a pipe, or a device, may never end."""
+    folder = model_copy("llama")
+    os.mkfifo(folder / "extra.json")
+    with pytest.raises(ModelError, match=r"extra\.json.*regular files"):
+        check_model_folder(folder)
+    (folder / "extra.json").unlink()
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="regular files"):
+        check_model_folder(folder)
+    with pytest.raises(ModelError, match="existing folder"):
+        check_model_folder("x" * 10_000)
+
+
 def test_a_revision_is_the_snapshot_of_a_cache(tmp_path: Path) -> None:
     cache = tmp_path / "models--who--what"
     (cache / "snapshots" / "abc123").mkdir(parents=True)
@@ -103,18 +118,3 @@ def test_a_revision_is_the_snapshot_of_a_cache(tmp_path: Path) -> None:
     check_revision(tmp_path, None)
     with pytest.raises(ModelError, match="revision='main'"):
         check_revision(tmp_path, "main")
-
-
-def test_a_folder_with_what_is_no_file_is_refused_before_it_is_read(model_copy: Callable[[str], Path]) -> None:
-    """Reading a pipe, or a device, may never end."""
-    folder = model_copy("llama")
-    os.mkfifo(folder / "extra.json")
-    with pytest.raises(ModelError, match=r"extra\.json.*regular files"):
-        check_model_folder(folder)
-    (folder / "extra.json").unlink()
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(ModelError, match="regular files"):
-        check_model_folder(folder)
-    with pytest.raises(ModelError, match="existing folder"):
-        check_model_folder("x" * 10_000)

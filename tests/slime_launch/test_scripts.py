@@ -358,7 +358,7 @@ def test_an_interrupt_stops_the_job_and_the_ray(
 
 
 def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path) -> None:
-    """TA-OPD's own variables: the checkpoint is the reference, models, prompts and methods are the job's; no BACKEND named."""
+    """TA-OPD's own variables: the checkpoint is the reference, the rest is the job's; no BACKEND is named."""
     checkpoint = tmp_path / "student-torch-dist"
     (checkpoint / "iter_0000001").mkdir(parents=True)
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")

@@ -1,0 +1,196 @@
+"""Two notations: does training with a partner keep a policy readable to it? docs/results/protocol.md has the plan.
+
+    python scripts/experiments/two_notations.py run --out docs/results/data/two_notations.jsonl     # all arms, 40 minutes
+    python scripts/experiments/two_notations.py table docs/results/data/two_notations.jsonl
+
+`run` adds a line for each training that the file lacks, so that it can be stopped and called again. `--jobs` trainings run side
+by side, each on about one core. `--tiny` makes models that have learnt nothing, for a look at the machinery. Needs the extra
+`diagnostics` (scipy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import yaml
+
+from slime_tandem.models.builtin import RECIPES, TASK, Recipe, pretrain, sample
+from slime_tandem.models.hf import load_model, load_tokenizer
+from slime_tandem.models.worksheet import other_notation_share
+from slime_tandem.tasks.families import TaskSet
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "scripts" / "train" / "configs" / "quickstart.yaml"
+ARMS: dict[str, dict[str, Any]] = {
+    "tandem + teacher": {},
+    "solo GRPO": {"tandem": {"enabled": False}, "opd": {"enabled": False}},
+    "tandem alone": {"opd": {"enabled": False}},
+    "solo + teacher": {"tandem": {"enabled": False}},
+}
+DOSES = (0.01, 0.05, 0.2, 1.0)
+METRICS = ("solo_accuracy", "tandem_accuracy", "handoff_retention", "teacher_kl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: `dose` is the junior's share of the second notation, None for a junior that is the start senior."""
+
+    seed: int
+    arm: str
+    dose: float | None = 0.0
+
+    @property
+    def name(self) -> str:
+        junior = "self" if self.dose is None else f"{self.dose:g}"
+        return f"{self.arm.replace(' + ', '-').replace(' ', '-').lower()}-junior-{junior}-seed-{self.seed}"
+
+    def recipe(self, tiny: bool) -> Recipe:
+        recipe = RECIPES["two-notations"].seeded(self.seed)
+        if self.dose:
+            junior = dataclasses.replace(recipe.junior, other_notation=self.dose, other_slip=recipe.junior.slip)
+            recipe = dataclasses.replace(recipe, junior=junior)
+        if tiny:
+            small = {"hidden_size": 16, "intermediate_size": 16, "steps": 2}
+            roles = {r: dataclasses.replace(getattr(recipe, r), **small) for r in ("senior", "junior", "teacher")}
+            recipe = dataclasses.replace(recipe, **roles, check_prompts=4, final_prompts=4)
+        return recipe
+
+
+def cases(seeds: Sequence[int], few: Sequence[int]) -> Iterator[Case]:
+    """The protocol's, the main comparison first."""
+    yield from (Case(seed, arm) for seed in seeds for arm in ARMS)
+    main = ("tandem + teacher", "solo GRPO")
+    yield from (Case(seed, arm, dose) for seed in few for dose in (*DOSES, None) for arm in main)
+
+
+def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[str, Any]:
+    """The line of one training; what is there already of it is not done again."""
+    models = pretrain(folder / "models", print, case.recipe(tiny))
+    tree = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    roles = {"senior": "senior", "junior": "senior" if case.dose is None else "junior", "teacher": "teacher"}
+    tree |= {"name": case.name, "seed": case.seed, "control": False, "runs_dir": str(folder / "runs")}
+    tree["models"] = {role: str(models / name) for role, name in roles.items()}
+    tree["train"] = {**tree["train"], "threads": 1} | ({} if steps is None else {"steps": steps})
+    tree["eval"] = {**tree["eval"], "tandem": True} | ({"prompts": 8} if tiny else {})
+    for section, values in ARMS[case.arm].items():
+        # What another setting makes void may not be set.
+        kept = {} if values.get("enabled") is False else tree.get(section, {})
+        tree[section] = {**kept, **values}
+    config = folder / f"{case.name}.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
+    with (folder / f"{case.name}.log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+    if code:
+        raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
+    run = folder / "runs" / case.name
+    before, after = (json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines())
+    tasks = TaskSet([TASK], seed=0)
+    texts = sample(
+        load_model(run / "senior"), load_tokenizer(run / "senior"), tasks.heldout_prompts(8 if tiny else 256), 64
+    )
+    shares = [share for text in texts if not math.isnan(share := other_notation_share(text))]
+    made = json.loads((models / "recipe.json").read_text(encoding="utf-8"))["models"]
+    return {
+        **dataclasses.asdict(case),
+        "steps": after["step"],
+        "start_accuracy": {role: made[role]["accuracy"] for role in ("senior", "junior", "teacher")},
+        "other_notation": round(fmean(shares), 4) if shares else None,
+        **{f"{m}_{when}": row[f"eval/{m}"] for when, row in (("before", before), ("after", after)) for m in METRICS},
+    }
+
+
+def run(args: argparse.Namespace) -> None:
+    folder = Path(args.work)
+    folder.mkdir(parents=True, exist_ok=True)
+    out = Path(args.out)
+    done = (
+        {Case(r["seed"], r["arm"], r["dose"]) for r in map(json.loads, out.read_text().splitlines())}
+        if out.exists()
+        else set()
+    )
+    todo = [case for case in cases(args.seeds, args.dose_seeds) if case not in done]
+    with ThreadPoolExecutor(args.jobs) as pool, out.open("a", encoding="utf-8") as file:
+        futures = [pool.submit(train, case, folder, tiny=args.tiny, steps=args.steps) for case in todo]
+        for case, future in zip(todo, futures, strict=True):
+            file.write(json.dumps(future.result()) + "\n")
+            file.flush()
+            print("done:", case.name, flush=True)
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean with Student's 95 % interval over seeds."""
+    from scipy.stats import t
+
+    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{fmean(values):+.3f} ({fmean(values) - half:+.3f}, {fmean(values) + half:+.3f})"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The page's tables in Markdown."""
+    found = {Case(r["seed"], r["arm"], r["dose"]): r for r in rows}
+    lines = [
+        "| seed | arm | solo accuracy | tandem accuracy | retention | second notation, alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    main = sorted((c for c in found if c.dose == 0), key=lambda c: (c.seed, list(ARMS).index(c.arm)))
+    for case in main:
+        r = found[case]
+        change = (f"{r[f'{m}_before']:.3f} → {r[f'{m}_after']:.3f}" for m in METRICS[:3])
+        lines.append(f"| {case.seed} | {case.arm} | {' | '.join(change)} | {r['other_notation']:.2f} |")
+    pairs = (("tandem + teacher", "solo GRPO"), ("tandem alone", "solo GRPO"), ("solo + teacher", "solo GRPO"))
+    lines += ["", "| difference after training | solo accuracy | tandem accuracy | retention |", "|---|---|---|---|"]
+    seeds = sorted({c.seed for c in main})
+    for one, other in pairs:
+        cells = []
+        for metric in METRICS[:3]:
+            key = f"{metric}_after"
+            both = [(found.get(Case(s, one)), found.get(Case(s, other))) for s in seeds]
+            cells.append(interval([a[key] - b[key] for a, b in both if a and b]))
+        lines.append(f"| {one} less {other} | {' | '.join(cells)} |")
+    lines += ["", "| the junior's share of the second notation | seeds | tandem accuracy: main job | control | difference |",
+              "|---|---|---|---|---|"]  # fmt: skip
+    few = sorted({c.seed for c in found if c.dose != 0})
+    for dose in (0.0, *DOSES, None):
+        both = [(found.get(Case(s, "tandem + teacher", dose)), found.get(Case(s, "solo GRPO", dose))) for s in few]
+        values = [(a["tandem_accuracy_after"], b["tandem_accuracy_after"]) for a, b in both if a and b]
+        if values:
+            told = [", ".join(f"{v[i]:.3f}" for v in values) for i in (0, 1)]
+            name = "the start senior itself" if dose is None else f"{dose:.0%}"
+            lines.append(f"| {name} | {len(values)} | {told[0]} | {told[1]} | {interval([a - b for a, b in values])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    doing = commands.add_parser("run")
+    doing.add_argument("--out", required=True, help="file of lines, added to")
+    doing.add_argument("--work", default="runs/two-notations", help="models, runs and logs (default: %(default)s)")
+    doing.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
+    doing.add_argument("--dose-seeds", type=int, nargs="*", default=[1, 2, 3])
+    doing.add_argument("--jobs", type=int, default=2)
+    doing.add_argument("--steps", type=int, help="other than the configuration's")
+    doing.add_argument("--tiny", action="store_true")
+    showing = commands.add_parser("table")
+    showing.add_argument("file")
+    args = parser.parse_args()
+    if args.command == "run":
+        run(args)
+    else:
+        print(table([json.loads(line) for line in Path(args.file).read_text(encoding="utf-8").splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
