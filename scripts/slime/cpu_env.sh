@@ -26,7 +26,7 @@ if [[ ! -f "$stamp" || "$(< "$stamp")" != "$want" ]]; then
   # the rest of its requirements.txt is for agents and vision.
   pip_install 'ray[default]' sglang-router omegaconf accelerate wandb tensorboard httpx pylatexenc blake3 xxhash zstandard datasets
   pip_install --no-deps torch-memory-saver # its preloaded library is for CUDA; the module imports without
-  pip_install filelock math-verify reasoning-gym pytest hypothesis # ours
+  pip_install filelock math-verify reasoning-gym google-re2 pytest hypothesis # ours
   [[ "${DRY_RUN:-0}" == 1 ]] || echo "$want" > "$stamp"
 fi
 

@@ -31,7 +31,10 @@ class ServedModel(Section):
         None, ge=1, description="tokens of prompt and response together; null: the model's positions; slime only"
     )
     mem_fraction: float | None = Field(
-        None, gt=0.0, lt=1.0, description="share of a GPU for its weights and KV cache; null: cluster.mem_fraction"
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="share of a GPU for its weights and KV cache; null: cluster.mem_fraction; slime only",
     )
     enforce_eager: bool = Field(False, description="without CUDA graphs (SGLang's --disable-cuda-graph); slime only")
     weights_gib: float | None = Field(

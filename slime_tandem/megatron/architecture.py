@@ -140,7 +140,9 @@ def _require_family(hf_config: Any, known: set[str]) -> None:
         "model_type",
         kind,
         f"one of {', '.join(sorted(known))} for a model that is trained",
-        "use a model of these families; others can be served, as junior or teacher",
+        "train it under slime, our own Megatron model is dense"
+        if kind in _EXPERTS
+        else "use a model of these families; others can be served, as junior or teacher",
     )
     require(
         classes in (None, [_CAUSAL_LM[kind]]),

@@ -19,7 +19,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class _Index(BaseModel):
     weight_map: dict[str, str] = Field(min_length=1)
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
@@ -34,15 +34,19 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
         if list(path.glob("*.bin")):
             remedy = "convert the pickled *.bin with save_pretrained, pickles are not read"
         raise ModelError("model folder", str(path), f"{_WEIGHTS} or {_INDEX} in it", remedy)
-    try:
-        weight_map = record_of(_Index, read_json(path / _INDEX)).weight_map
-    except (ValueError, OSError) as error:
-        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
+    weight_map = _index(path).weight_map
     files = sorted(set(weight_map.values()))
     for file in files:
         if not is_file_name(file) or not (path / file).is_file():
             raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
     return [path / file for file in files], frozenset(weight_map)
+
+
+def _index(path: Path) -> _Index:
+    try:
+        return record_of(_Index, read_json(path / _INDEX))
+    except (ValueError, OSError) as error:
+        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,8 @@ def stored_bytes(path: Path, of_float: int = 2) -> StoredBytes | None:
         return StoredBytes(sum(_bytes_of(file, of_float) for file in files), counted=True)
     if not (path / _INDEX).is_file():
         return None
-    try:
-        index = record_of(_Index, read_json(path / _INDEX))
-    except (ValueError, OSError) as error:
-        raise ModelError(str(path / _INDEX), str(error), "a safetensors index", "fetch it anew") from error
-    shards = {path / name for name in index.weight_map.values()}
-    total = index.metadata.get("total_size")
+    index = _index(path)
+    shards, total = {path / name for name in index.weight_map.values()}, index.metadata.get("total_size")
     if shards <= set(files):
         return StoredBytes(sum(_bytes_of(file, of_float) for file in sorted(shards)), counted=True)
     if isinstance(total, (int, float)) and not isinstance(total, bool) and total > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,22 @@ def test_loss_of_slime_is_the_local_trainers_over_real_ranks(world: int, slime_h
     assert all(text.rstrip().endswith("all cases hold") for text in logs)
 
 
-def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def _with_experts(like: Path, folder: Path) -> None:
+    """A random mixture of experts with the tokenizer and the vocabulary of another model."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    kept = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    known = json.loads((like / "config.json").read_text())
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{name: known.get(name) for name in kept}, **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_train_py_itself_runs_and_resumes(experts: bool, slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """slime's unmodified train.py on the CPU with every hook: two steps, then a third from the checkpoint."""
     if not os.environ.get("SLIME_TANDEM_SLIME_TRAIN"):
         pytest.skip("SLIME_TANDEM_SLIME_TRAIN is not set: the run takes minutes (docs/slime.md, Tests)")
@@ -79,6 +95,9 @@ def test_train_py_itself_runs_and_resumes(slime_here, trio, tmp_path: Path) -> N
     models.mkdir()
     for role in ("senior", "junior", "teacher"):
         (models / role).symlink_to(getattr(trio, role))
+    if experts:
+        (models / "senior").unlink()
+        _with_experts(trio.senior, models / "senior")
     rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "label": str(i + 1)} for i in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     scripts = HERE.parents[1] / "scripts" / "slime"
