@@ -132,7 +132,7 @@ def log_rollout(
 ) -> bool:
     """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
     args.logged_rollout_id = rollout_id  # for slime's contract tests; reward_post_process names it in our log, too
-    _leave_out(args, samples, stop=False)  # slime's own log looks at every sample's reward
+    _leave_out(args, samples)  # slime's own log looks at every sample's reward
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         scored = [_scored(s, args, settings(args)) for s in written]
@@ -219,14 +219,13 @@ def _unwritten(sample: Any) -> str | None:
     return None if sample.response_length else "an empty response"
 
 
-def _leave_out(args: Any, samples: Sequence[Any], *, stop: bool = True) -> None:
+def _leave_out(args: Any, samples: Sequence[Any]) -> None:
     """Make failures of aborted, failed and empty samples, and give them a reward where slime looks for one.
 
-    Raises EngineError, with the first one's reason, where `sampling.on_failed_sample` is stop (not with `stop` False: a log
-    comes before `reward_post_process`, which decides).
+    Raises EngineError, with the first one's reason, where `sampling.on_failed_sample` is stop.
     """
     failed = [(s, reason) for s in samples if wire.failure_of(s) is None and (reason := _unwritten(s)) is not None]
-    if stop and failed and settings(args).sampling.on_failed_sample == "stop":
+    if failed and settings(args).sampling.on_failed_sample == "stop":
         sample, reason = failed[0]
         raise EngineError(
             "samples that could not be written",

@@ -27,7 +27,7 @@ class FromMemory:
         ]
 
 
-config = RunConfig.load(overrides=["opd.enabled=false"])
+config = RunConfig.load(overrides=["opd.enabled=false", "sampling.on_failed_sample=drop_sample"])  # theirs are empty
 tokens = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}))
 rule = HandoffRule.from_config(config.tandem, frozenset())
 chat = SimpleNamespace(text_markers="escape", count_markers=lambda _: 0, markers_in=lambda _: 0)
