@@ -41,6 +41,7 @@ def runs(pid: int) -> bool:
 def test_a_server_of_our_own_is_behind_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine behind a proxy has http_proxy set, and nothing that excepts the loopback from it."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urlopen keeps its first one, with the proxies of that moment
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
