@@ -19,6 +19,9 @@ AnswerKind = Literal["number", "math", "text", "choice"]
 """What a task's labels are; docs/extending.md says when an answer is one."""
 
 
+_OF_FILES = ("input_key", "label_key", "metadata_key", "bad_lines")
+
+
 class TaskSpec(Section):
     """One task family and its share of the prompts."""
 
@@ -27,7 +30,31 @@ class TaskSpec(Section):
     config: dict[str, Any] = Field(
         default_factory=dict, description="passed to the reasoning-gym data set, or to a family of your own"
     )
-    path: str | None = Field(None, description="prompt file of family jsonl; a family of your own may have one, too")
+    path: str | None = Field(
+        None,
+        description="prompt file of family jsonl: JSON lines, .json, .csv, .tsv, .parquet, or .gz of these; a family of "
+        "your own may have one, too",
+    )
+    input_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the prompt in a prompt file; null: prompt, messages, question or problem",
+    )
+    label_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the label in a prompt file, a dot leads into an object; null: label, answer, "
+        "reward_model.ground_truth, ground_truth or solution",
+    )
+    metadata_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the metadata object in a prompt file; null: metadata, if there is one",
+    )
+    bad_lines: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="bad rows of a prompt file: the first is refused with line and reason, or all are skipped and counted",
+    )
     reward: Annotated[str, Named(("label",))] | None = Field(
         None,
         description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
@@ -55,6 +82,13 @@ class TaskSpec(Section):
     def _path_goes_with_jsonl(self) -> TaskSpec:
         if not is_own(self.family) and (self.family == "jsonl") != (self.path is not None):
             raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_go_with_a_file(self) -> TaskSpec:
+        for name in _OF_FILES:
+            if self.family != "jsonl" and getattr(self, name) != TaskSpec.model_fields[name].default:
+                raise ValueError(f"`{name}` is for the rows of family `jsonl`; leave it out")
         return self
 
     @model_validator(mode="after")

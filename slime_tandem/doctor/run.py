@@ -53,6 +53,8 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         return findings
     try:
         tasks = TaskSet(config.tasks, config.seed, config.reward)
+        if tasks.notes:
+            add(Finding("prompt files", "pass", "; ".join(tasks.notes)))
         roster = Roster(config)
         policy = _policy(config, roster)
         add(Finding("models", "pass", ", ".join(f"{role}: {folder}" for role, folder in roster.folders.items())))

@@ -131,6 +131,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
     tasks = TaskSet(config.tasks, config.seed, config.reward)
+    print(*tasks.notes, sep="\n", end="\n" if tasks.notes else "", file=sys.stderr, flush=True)
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:

@@ -97,6 +97,11 @@ class TaskSet:
         )
 
     @property
+    def notes(self) -> list[str]:
+        """For people: what was read of the prompt files, and what was taken for what."""
+        return [note for family in self._families if isinstance(family, JsonlFamily) for note in family.notes]
+
+    @property
     def listed_prompts(self) -> list[Prompt]:
         """Every prompt of the prompt files; what else there is is made when it is drawn."""
         listed = ((i, family) for i, family in enumerate(self._families) if isinstance(family, Listed))
