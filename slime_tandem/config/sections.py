@@ -19,7 +19,10 @@ AnswerKind = Literal["number", "math", "text", "choice"]
 """What a task's labels are; docs/extending.md says when an answer is one."""
 
 
-_OF_FILES = ("input_key", "label_key", "metadata_key", "bad_lines")
+ANSWER_FORMATS = ("tags", "boxed", "hash", "last_number", "last_line", "choice")
+"""Built-in values of `tasks[].answer_format`."""
+
+_OF_FILES = ("instruction", "input_key", "label_key", "metadata_key", "bad_lines")
 
 
 class TaskSpec(Section):
@@ -65,6 +68,17 @@ class TaskSpec(Section):
         description="what the labels are, where the reward is label: number (compared by value), math (by math-verify), text, "
         "choice (a letter); null: each label is what it looks like (docs/extending.md)",
     )
+    answer_format: str | None = Field(
+        None,
+        description="where the answer of a response stands, where the reward is label: tags (`<answer>`), boxed "
+        "(`\\boxed{}`), hash (behind `####`), last_number, last_line, choice (the last letter alone), regex:PATTERN "
+        "(RE2: its last match, or the group in it); null: the last `<answer>`, else the last box",
+    )
+    instruction: str | None = Field(
+        None,
+        min_length=1,
+        description="text appended to each prompt of a prompt file, e.g. what form the answer has; null: none",
+    )
     environment: Annotated[str, Named(("calculator",))] | None = Field(
         None,
         description="what answers between the models' turns: calculator, or a function of your own as module:attribute "
@@ -95,7 +109,26 @@ class TaskSpec(Section):
     def _answer_goes_with_labels(self) -> TaskSpec:
         if self.answer is not None and not self.by_label:
             raise ValueError("`answer` says what labels are, and this task's reward reads none; leave it out")
+        if self.answer_format is not None and not self.by_label:
+            raise ValueError("`answer_format` is of the reward `label`, and this task's is another; leave it out")
         return self
+
+    @field_validator("answer_format")
+    @classmethod
+    def _format_is_known(cls, value: str | None) -> str | None:
+        if value is None or value in ANSWER_FORMATS:
+            return value
+        if not value.startswith("regex:"):
+            raise ValueError(f"expected one of {', '.join(ANSWER_FORMATS)}, or regex:PATTERN")
+        import re2
+
+        try:
+            groups = re2.compile(value.removeprefix("regex:")).groups
+        except re2.error as error:
+            raise ValueError(f"no regular expression of RE2: {error}") from None
+        if groups > 1:
+            raise ValueError(f"the regular expression has {groups} groups; make all but the answer's (?:...)")
+        return value
 
     @property
     def by_label(self) -> bool:

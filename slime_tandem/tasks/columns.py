@@ -73,7 +73,10 @@ def no_label(row: Mapping[str, Any], where: str, keys: Keys) -> DataError:
     """What to say of a row that has no label and needs one."""
     rest = [key for key in row if key not in (*PROMPTS, "task", "metadata")]
     near = [word for key in rest for word in difflib.get_close_matches(key, LABELS, n=1, cutoff=0.75)]
-    named = f"name its column by tasks[].label_key; there are {', '.join(row)[:200]}"
+    named = (
+        f"name its column by tasks[].label_key; there are {', '.join(row)[:200]}; distillation alone "
+        "(objective.reward_coef=0, control=false) needs none"
+    )
     remedy = f"did you mean `{near[0]}`?" if near else named
     return DataError(f"{where} {keys.label or 'label'}", None, "a non-empty string or a number", remedy)
 
@@ -85,7 +88,7 @@ def final_answer(text: str) -> str | None:
     ('7', '34', '12', None)
     """
     if "####" in text:
-        return text.rpartition("####")[2].strip().split("\n")[0].strip() or None
+        return extract_answer(text, "hash")
     found = extract_answer(text)
     if found is not None:
         return found or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -28,6 +29,7 @@ class JsonlFamily:
     """A prompt file; the whole file is read and checked when this is made. Raises DataError as `read_prompts`."""
 
     def __init__(self, spec: TaskSpec, where: str, *, labels: bool = True) -> None:
+        self._spec = spec
         self.prompts, self.notes = read_prompts(spec, labels=labels and spec.by_label)
 
     def stream(self, key: str) -> Iterator[Prompt]:
@@ -41,7 +43,7 @@ class JsonlFamily:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the answer in `text` is the label."""
-        return label_reward(prompt, text)
+        return label_reward(prompt, text, self._spec.answer, self._spec.answer_format)
 
 
 class PromptFile(NamedTuple):
@@ -76,7 +78,7 @@ def read_prompts(spec: TaskSpec, *, labels: bool = True) -> PromptFile:
                 picked = pick(row, where, keys)
                 if csv:
                     picked = picked._replace(input=_cell(picked.input, f"{where} {picked.input_key}"))
-                prompt, label_from = _prompt(picked, where, labels, spec.answer)
+                prompt, label_from = _prompt(picked, where, labels, spec)
                 if prompt.label is None and labels:
                     raise no_label(row, where, keys)
             except DataError as error:
@@ -99,7 +101,7 @@ def read_prompts(spec: TaskSpec, *, labels: bool = True) -> PromptFile:
     return PromptFile(tuple(prompts), tuple(notes))
 
 
-def _prompt(picked: Picked, where: str, needed: bool, answer: AnswerKind | None) -> tuple[Prompt, str]:
+def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[Prompt, str]:
     """(the prompt of a row, what its label is from)."""
     task, key = picked.task, picked.input_key
     if not isinstance(task, str) or not task:
@@ -111,15 +113,27 @@ def _prompt(picked: Picked, where: str, needed: bool, answer: AnswerKind | None)
         metadata = metadata | {"last_turn": last}
         if label_key is None:
             label_key, given = "last turn", last
+    if spec.instruction is not None:
+        messages = _with_instruction(messages, spec.instruction, f"{where} {key}")
     if label_key is None:
         return make_prompt(task, messages, None, metadata), "no label"
     if label_key == "label" and given is None and not needed:
         return make_prompt(task, messages, None, metadata), "no label"
-    label, of = _label(given, label_key, f"{where} {label_key}", needed, answer)
+    label, of = _label(given, label_key, f"{where} {label_key}", needed, spec.answer)
     if label is None or (of and label_key != "last turn"):  # nothing is lost: a reward may want all of it
         metadata = metadata | ({} if "." in label_key or label_key == "last turn" else {label_key: given})
     told = "no label" if label is None else f"label from {label_key}{' (its final answer)' if of else ''}"
     return make_prompt(task, messages, label, metadata), told
+
+
+def _with_instruction(messages: tuple[Message, ...], text: str, where: str) -> tuple[Message, ...]:
+    """The turns with a line more at the end of the user's last."""
+    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=None)
+    if last is None:
+        expected, remedy = "a user's turn, to which tasks[].instruction is appended", "leave the instruction out"
+        raise DataError(where, [m.role for m in messages], expected, remedy)
+    turn = dataclasses.replace(messages[last], content=f"{messages[last].content}\n{text}")
+    return (*messages[:last], turn, *messages[last + 1 :])
 
 
 def _label(value: Any, key: str, where: str, needed: bool, answer: AnswerKind | None) -> tuple[str | None, bool]:

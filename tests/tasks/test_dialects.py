@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_tandem.config import TaskSpec
+from slime_tandem.config import RunConfig, TaskSpec
 from slime_tandem.errors import DataError
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.jsonl import PromptFile, read_prompts
@@ -156,3 +156,32 @@ def test_the_settings_of_files_need_a_file() -> None:
     for name, value in {"input_key": "a", "label_key": "a", "metadata_key": "a", "bad_lines": "skip"}.items():
         with pytest.raises(ValueError, match=f"`{name}` is for the rows of family `jsonl`"):
             TaskSpec.model_validate({"family": "chain_sum", name: value})
+
+
+def test_distillation_needs_no_labels_and_labels_that_are_there_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*({"prompt": f"{i}"} | ({"label": i} if i % 2 else {}) for i in range(60))))
+    spec = TaskSpec(family="jsonl", path=str(path))
+    with pytest.raises(DataError, match=r":1 label=None.*objective\.reward_coef=0, control=false"):
+        TaskSet([spec], 0)
+    tasks = TaskSet([spec], 0, labels=False)
+    prompts = tasks.train_prompts(0, 40)
+    rewards = [v.reward for v in tasks.verdicts([(p, f"<answer>{p.messages[0].content}</answer>") for p in prompts])]
+    assert rewards == [0.0 if p.label is None else 1.0 for p in prompts]
+    assert {0.0, 1.0} == set(rewards)
+
+
+def test_who_needs_labels() -> None:
+    opd = {"opd": {"enabled": True}}
+    for reward, control, needs in ((1.0, False, True), (0.0, True, True), (0.0, False, False)):
+        config = RunConfig.from_mapping({"objective": {"reward_coef": reward}, "control": control, **opd})
+        assert config.needs_labels is needs
+
+
+def test_the_instruction_is_appended_to_the_last_turn_of_the_user(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "4"}]
+    ask = "End with a number."
+    (prompt,) = read(tmp_path, "a.jsonl", lines({"messages": turns, "label": "4"}), instruction=ask).prompts
+    assert [m.content for m in prompt.messages] == ["S", "2 + 2 =\nEnd with a number."]
+    with pytest.raises(DataError, match="a user's turn"):
+        read(tmp_path, "a.jsonl", lines({"messages": turns[:1], "label": "4"}), instruction=ask)
