@@ -63,7 +63,7 @@ def pick(row: Mapping[str, Any], where: str, keys: Keys) -> Picked:
     taken = {input_key, label_key, metadata_key, "task"}
     rest = {key: value for key, value in row.items() if key not in taken}
     metadata = dict(given or {})
-    for key in rest:
+    for key in (*rest, *([label_key] if label_key not in (None, "label") else ())):
         if key in metadata or key in _RESERVED:
             raise DataError(f"{where} key", key, "a column that is not in the metadata, too", "rename the column")
     return Picked(input_key, _at(row, input_key)[1], label_key, label, metadata | rest, row.get("task", "jsonl"))

@@ -110,6 +110,9 @@ def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[P
     label_key, given, metadata = picked.label_key, picked.label, picked.metadata
     if messages[-1].role == "assistant" and len(messages) > 1:
         messages, last = messages[:-1], messages[-1].content
+        if "last_turn" in metadata:
+            expected = "no such key beside a last turn of the assistant, which is kept there"
+            raise DataError(f"{where} last_turn", metadata["last_turn"], expected, "rename it")
         metadata = metadata | {"last_turn": last}
         if label_key is None:
             label_key, given = "last turn", last

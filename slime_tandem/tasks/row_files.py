@@ -84,7 +84,7 @@ def _json(file: IO[bytes], path: str) -> Iterator[Row]:
         ) from None
     for number, row in enumerate(rows, start=1):
         where = f"{path}: entry {number}"
-        yield where, _object(row, where, str(row).encode("utf-8", "replace"))
+        yield where, _object(row, where, b"" if isinstance(row, dict) else repr(row).encode("utf-8", "replace"))
 
 
 def _csv(file: IO[bytes], path: str, delimiter: str = ",") -> Iterator[Row]:

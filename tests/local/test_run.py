@@ -482,7 +482,7 @@ def test_prompts_without_labels_are_distilled(trio, tmp_path: Path, capsys: pyte
     config = RunConfig.from_mapping(tree)
     train(config)
     (row,) = rows(config.run_dir / "metrics.jsonl")
-    assert row["rollout/reward"] == 0.0
+    assert row["rollout/reward_mean"] == 0.0
     assert row["train/grad_norm"] > 0
     told = capsys.readouterr()
     assert "p.csv: 60 rows: prompt from question, no label" in told.err

@@ -89,6 +89,8 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("input.jsonl", lambda: lines({"prompt": "a", "label": "4"}), {"input_key": "promt"}, "promt of.*did you mean `prompt`"),
     ("meta.jsonl", lambda: lines({"prompt": "a", "label": "4"}), {"metadata_key": "m"}, "column m of tasks..\\.metadata_key"),
     ("twice.jsonl", lambda: lines({"prompt": "a", "label": 4, "k": 1, "metadata": {"k": 2}}), {}, "key='k'.*rename the column"),
+    ("raw.jsonl", lambda: lines({**GSM8K, "metadata": {"answer": 2}}), {}, "key='answer'.*rename the column"),
+    ("turn.jsonl", lambda: lines({**SFT, "last_turn": 2}), {}, "last_turn=2: .*rename it"),
     ("spec.jsonl", lambda: lines({"prompt": "a", "label": 4, "spec": 1}), {}, "key='spec'.*rename the column"),
     ("object.json", lambda: json.dumps({"data": [GSM8K]}, indent=1).encode(), {}, ":1='{'.*one JSON object"),
     ("strings.json", lambda: b'["a"]', {}, "entry 1=.*a JSON object"),
