@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime_tandem.config import RunConfig, TandemConfig
+from slime_tandem.config import RunConfig, TandemConfig, TaskSpec
 from slime_tandem.config.migrate import migrate_file
 from slime_tandem.diagnostics.bank import BANK, Bank
 from slime_tandem.errors import TandemError
@@ -38,7 +38,7 @@ from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.slime_hooks.adaptive import FILE, kept_coef
-from slime_tandem.tasks.jsonl import read_jsonl
+from slime_tandem.tasks.jsonl import read_prompts
 from slime_tandem.team.score_file import read_responses
 from slime_tandem.tokens.token_bytes import TokenBytes
 
@@ -137,7 +137,11 @@ def prompts() -> Kind:
         "messages": [{"role": "user", "content": "2 + 2 ="}], "label": "4", "task": "sums", "metadata": {"a": [1, {"b": None}]},
     }  # fmt: skip
     head = '{"prompt": "1 + 1 =", "label": 2}\n'
-    return Kind("prompts.jsonl", tree, read_jsonl, ("messages", "label"), head=head)
+
+    def read(path: Path) -> object:
+        return read_prompts(TaskSpec(family="jsonl", path=str(path)))
+
+    return Kind("prompts.jsonl", tree, read, ("messages", "label"), head=head)
 
 
 def responses(student: ModelTokenizer) -> Kind:

@@ -38,6 +38,11 @@ class RunConfig(Sections):
         """Folder of this run."""
         return Path(self.runs_dir) / self.name
 
+    @property
+    def needs_labels(self) -> bool:
+        """Whether rewards are learnt from, by the run or by its control; pure distillation needs no labels."""
+        return self.objective.reward_coef > 0 or self.control
+
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         """Read a YAML file (safe loader), apply `key=value` overrides (values are YAML), check everything.

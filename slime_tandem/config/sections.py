@@ -19,6 +19,12 @@ AnswerKind = Literal["number", "math", "text", "choice"]
 """What a task's labels are; docs/extending.md says when an answer is one."""
 
 
+ANSWER_FORMATS = ("tags", "boxed", "hash", "last_number", "last_line", "choice")
+"""Built-in values of `tasks[].answer_format`."""
+
+_OF_FILES = ("instruction", "input_key", "label_key", "metadata_key", "bad_lines")
+
+
 class TaskSpec(Section):
     """One task family and its share of the prompts."""
 
@@ -27,7 +33,31 @@ class TaskSpec(Section):
     config: dict[str, Any] = Field(
         default_factory=dict, description="passed to the reasoning-gym data set, or to a family of your own"
     )
-    path: str | None = Field(None, description="prompt file of family jsonl; a family of your own may have one, too")
+    path: str | None = Field(
+        None,
+        description="prompt file of family jsonl: JSON lines, .json, .csv, .tsv, .parquet, or .gz of these; a family of "
+        "your own may have one, too",
+    )
+    input_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the prompt in a prompt file; null: prompt, messages, question or problem",
+    )
+    label_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the label in a prompt file, a dot leads into an object; null: label, answer, "
+        "reward_model.ground_truth, ground_truth or solution",
+    )
+    metadata_key: str | None = Field(
+        None,
+        min_length=1,
+        description="column of the metadata object in a prompt file; null: metadata, if there is one",
+    )
+    bad_lines: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="bad rows of a prompt file: the first is refused with line and reason, or all are skipped and counted",
+    )
     reward: Annotated[str, Named(("label",))] | None = Field(
         None,
         description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
@@ -37,6 +67,17 @@ class TaskSpec(Section):
         None,
         description="what the labels are, where the reward is label: number (compared by value), math (by math-verify), text, "
         "choice (a letter); null: each label is what it looks like (docs/extending.md)",
+    )
+    answer_format: str | None = Field(
+        None,
+        description="where the answer of a response stands, where the reward is label: tags (`<answer>`), boxed "
+        "(`\\boxed{}`), hash (behind `####`), last_number, last_line, choice (the last letter alone), regex:PATTERN "
+        "(RE2: its last match, or the group in it); null: the last `<answer>`, else the last box",
+    )
+    instruction: str | None = Field(
+        None,
+        min_length=1,
+        description="text appended to each prompt of a prompt file, e.g. what form the answer has; null: none",
     )
     environment: Annotated[str, Named(("calculator",))] | None = Field(
         None,
@@ -58,10 +99,36 @@ class TaskSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _columns_go_with_a_file(self) -> TaskSpec:
+        for name in _OF_FILES:
+            if self.family != "jsonl" and getattr(self, name) != TaskSpec.model_fields[name].default:
+                raise ValueError(f"`{name}` is for the rows of family `jsonl`; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _answer_goes_with_labels(self) -> TaskSpec:
         if self.answer is not None and not self.by_label:
             raise ValueError("`answer` says what labels are, and this task's reward reads none; leave it out")
+        if self.answer_format is not None and not self.by_label:
+            raise ValueError("`answer_format` is of the reward `label`, and this task's is another; leave it out")
         return self
+
+    @field_validator("answer_format")
+    @classmethod
+    def _format_is_known(cls, value: str | None) -> str | None:
+        if value is None or value in ANSWER_FORMATS:
+            return value
+        if not value.startswith("regex:"):
+            raise ValueError(f"expected one of {', '.join(ANSWER_FORMATS)}, or regex:PATTERN")
+        import re2
+
+        try:
+            groups = re2.compile(value.removeprefix("regex:")).groups
+        except re2.error as error:
+            raise ValueError(f"no regular expression of RE2: {error}") from None
+        if groups > 1:
+            raise ValueError(f"the regular expression has {groups} groups; make all but the answer's (?:...)")
+        return value
 
     @property
     def by_label(self) -> bool:

@@ -101,7 +101,11 @@ def export_bank(config: RunConfig, plan: BankPlan, output: Path, say: Callable[[
         expected = "teachers with a model: a bank holds lists of likely tokens"
         raise ConfigError("opd.teachers", [spec.name for spec in config.opd.teachers], expected, "give it one")
     config = _for_bank(config)
-    tasks = None if plan.responses else TaskSet(config.tasks, config.seed, config.reward)
+    tasks = (
+        None
+        if plan.responses
+        else TaskSet(config.tasks, config.seed, config.reward, labels=config.objective.reward_coef > 0)
+    )
     with Team(Roster(config), config.run_dir / "logs") as team:
         [teacher] = team.panel.teachers
         rule = _rule(team, teacher, plan)

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tandem.config import ObjectiveConfig, OpdConfig, RunConfig
+from slime_tandem.config import ObjectiveConfig, OpdConfig, RunConfig, TaskSpec
 from slime_tandem.errors import TandemError
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.objective.advantages import group_advantages
 from slime_tandem.objective.kl import kl_estimate
 from slime_tandem.objective.loss import Denominators, PackedTokens, tandem_loss
+from slime_tandem.tasks.first_look import looks, why_equal
 from slime_tandem.training.rows import Response, TrainRow
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import SENIOR, FloatArray, Message, ScoredSample, TandemSample
@@ -122,11 +123,14 @@ def end_of_turn(samples: Sequence[TandemSample], cap: int) -> Finding:
     return Finding("end of turn", "pass", detail)
 
 
-def reward_signal(scored: Sequence[ScoredSample]) -> Finding:
-    """Whether some group has something to learn from."""
+def reward_signal(scored: Sequence[ScoredSample], specs: Sequence[TaskSpec] = ()) -> Finding:
+    """Whether some group has something to learn from; where all rewards are equal, why (`first_look`)."""
     rewards, groups = [s.reward for s in scored], [s.sample.group_id for s in scored]
     flat = group_advantages(rewards, groups)[1]
     detail = f"reward {np.mean(rewards):.3f}; {flat:.0%} of {len(set(groups))} groups have equal rewards"
+    cause = why_equal(specs, looks(scored)) if specs else None
+    if cause is not None:
+        return Finding("reward signal", "warn", "\n  ".join([cause.found, *cause.examples]), cause.remedy)
     if flat == 1:
         remedy = (
             "easier or harder tasks, a higher sampling.temperature, a larger train.samples_per_prompt, or --prompts"

@@ -52,7 +52,9 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
         )
         return findings
     try:
-        tasks = TaskSet(config.tasks, config.seed, config.reward)
+        tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
+        if tasks.notes:
+            add(Finding("prompt files", "pass", "; ".join(tasks.notes)))
         roster = Roster(config)
         policy = _policy(config, roster)
         add(Finding("models", "pass", ", ".join(f"{role}: {folder}" for role, folder in roster.folders.items())))
@@ -111,7 +113,10 @@ class ServerProbes:
         own = self.trainer.own_log_probs(responses, replayed=True)
         ours, engine = probes.senior_tokens(samples, own)
         self.add(probes.end_of_turn(samples, config.sampling.max_new_tokens))
-        self.add(probes.reward_signal(scored))
+        if config.objective.reward_coef > 0:
+            self.add(probes.reward_signal(scored, config.tasks))
+        else:
+            self.add(Finding("reward signal", "skip", "objective.reward_coef=0: rewards are not learnt from"))
         self.add(probes.agreement("sampled log-probs", ours, engine, self.tolerance))
         self.add(attempt("given log-probs", lambda: self._given(responses)))
         self.add(probes.replay_ratio(ours, engine, self.tolerance))

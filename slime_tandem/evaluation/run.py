@@ -87,6 +87,8 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
                 "leave it out; `train` evaluates with it",
             )
     tasks = TaskSet(config.tasks, config.seed, config.reward)
+    for note in tasks.notes:
+        say(note)
     prompts = _prompts(config, tasks)
     config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
     roster = Roster(config)

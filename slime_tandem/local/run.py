@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
 
 from slime_tandem.config import RunConfig
 from slime_tandem.config.section import set_in
@@ -40,6 +41,7 @@ from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.first_look import looks, why_equal
 from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
@@ -130,7 +132,8 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
-    tasks = TaskSet(config.tasks, config.seed, config.reward)
+    tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
+    print(*tasks.notes, sep="\n", end="\n" if tasks.notes else "", file=sys.stderr, flush=True)
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:
@@ -305,6 +308,8 @@ def _take_steps(
             while step < config.train.steps:
                 t0, retries = time.perf_counter(), team.servers.retries
                 scored, seconds = _rollout(arm, team, tasks, step)
+                if step == 0 and config.objective.reward_coef > 0:
+                    _say_if_equal(progress.console, tasks, scored)
                 # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
                 # rows and checkpoint of different steps. It waits until the block is done.
                 with _shielded():
@@ -332,6 +337,14 @@ def _take_steps(
                     _save(trainer, arm, step)
             raise
     return step
+
+
+def _say_if_equal(console: Console, tasks: TaskSet, scored: Sequence[ScoredSample]) -> None:
+    """A run whose rewards are all equal learns nothing from them: it is said at once, not by a flat line at the end."""
+    cause = why_equal(tasks.specs, looks(scored))
+    if cause is not None:
+        lines = [f"nothing to learn from: {cause.found}. {cause.remedy}.", *cause.examples]
+        console.print("\n  ".join(lines), markup=False, highlight=False, style="yellow")
 
 
 def _rollout(arm: Arm, team: Team, tasks: TaskSet, step: int) -> tuple[list[ScoredSample], dict[str, float]]:

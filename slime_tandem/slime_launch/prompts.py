@@ -21,11 +21,12 @@ def prompt_data(config: RunConfig, folder: Path, *, with_junior: str) -> tuple[l
     """(flags of the prompt data, text of each file in `folder` that they name).
 
     `with_junior`: import string of the function by which an evaluation set is co-written. Raises ConfigError for tasks without
-    prompts to train on, for prompts without a label that nobody else rewards, and for prompts that JSON cannot hold.
+    prompts to train on, for prompts without a label that nobody else rewards (unless nothing is learnt from rewards), and
+    for prompts that JSON cannot hold.
     """
     from slime_tandem.tasks.families import TaskSet  # reasoning-gym: not for those who only ask for sizes
 
-    tasks = TaskSet(config.tasks, config.seed, config.reward)
+    tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.objective.reward_coef > 0)
     listed = all(spec.family == "jsonl" for spec in config.tasks)
     prompts, heldout, sets = folder / "prompts.jsonl", folder / "heldout.jsonl", folder / "eval.yaml"
     texts = {prompts: _lines(_training_prompts(config, tasks, listed=listed))}
@@ -55,7 +56,7 @@ def _training_prompts(config: RunConfig, tasks: Any, *, listed: bool) -> list[Pr
         raise ConfigError("tasks", len(train), "at least one prompt that is not held out", "add lines to the file")
     by_label = {i for i, spec in enumerate(config.tasks) if spec.reward in (None, "label")}
     unlabelled = next((p for p in train if p.label is None and p.metadata["spec"] in by_label), None)
-    if unlabelled is not None and config.cluster.reward is None:
+    if unlabelled is not None and config.cluster.reward is None and config.objective.reward_coef > 0:
         expected = "a label on every prompt, which the reward compares answers with"
         remedy = "choose another data set, or set tasks[].reward or cluster.reward"
         raise ConfigError("tasks", unlabelled.task, expected, remedy)

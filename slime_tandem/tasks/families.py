@@ -76,15 +76,19 @@ class TaskSet:
     `seed` picks the train prompts only; held-out prompts are the same for every run. Raises ConfigError for a family or reward
     that does not exist, and for a family that refuses its config, DataError for a broken jsonl file. Prompt ids are content
     hashes: equal prompts have equal ids in every run. `metadata["spec"]` of a prompt is the number of its task. `limits`: what
-    scoring one response may take.
+    scoring one response may take. `labels`: prompts whose reward is the label's need one; else a response to one without
+    scores 0.
     """
 
-    def __init__(self, specs: Sequence[TaskSpec], seed: int, limits: RewardConfig | None = None):
+    def __init__(
+        self, specs: Sequence[TaskSpec], seed: int, limits: RewardConfig | None = None, *, labels: bool = True
+    ):
         if not specs:
             raise ConfigError("tasks", [], "at least one task", "name a family, e.g. chain_sum")
         self.specs = tuple(specs)
         self.seed = seed
-        self._families = tuple(_make(spec, f"tasks.{index}") for index, spec in enumerate(specs))
+        self._labels = labels
+        self._families = tuple(_make(spec, f"tasks.{index}", labels) for index, spec in enumerate(specs))
         for index, (spec, family) in enumerate(zip(specs, self._families, strict=True)):
             find_reward(spec, f"tasks.{index}")
             if isinstance(family, Listed):
@@ -95,6 +99,11 @@ class TaskSet:
             Judge(spec, f"tasks.{index}", limits or RewardConfig(), quick_of(spec, family))
             for index, (spec, family) in enumerate(zip(specs, self._families, strict=True))
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """For people: what was read of the prompt files, and what was taken for what."""
+        return [note for family in self._families if isinstance(family, JsonlFamily) for note in family.notes]
 
     @property
     def listed_prompts(self) -> list[Prompt]:
@@ -142,6 +151,12 @@ class TaskSet:
         for i, (prompt, _) in enumerate(responses):
             by_task.setdefault(prompt.metadata["spec"], []).append(i)
         found: dict[int, Verdict] = {}
+        if not self._labels:
+            for task, members in by_task.items():
+                if self.specs[task].by_label:
+                    bare = [i for i in members if responses[i][0].label is None]
+                    found |= dict.fromkeys(bare, Verdict(0.0))
+                    by_task[task] = [i for i in members if i not in found]
         for task, members in by_task.items():
             found.update(zip(members, self._judges[task].verdicts([responses[i] for i in members]), strict=True))
         return [found[i] for i in range(len(responses))]
@@ -235,7 +250,7 @@ def scorer_of(spec: TaskSpec, where: str) -> Reward:
     """What scores the responses of a task; a worker makes it (`judging`). A family of the user's is made anew there."""
     if spec.by_label:
         prepare()
-        return functools.partial(label_reward, answer=spec.answer)
+        return functools.partial(label_reward, answer=spec.answer, answer_format=spec.answer_format)
     own = find_reward(spec, where)
     if own is not None:
         return functools.partial(checked_reward, own, where=where)
@@ -248,14 +263,16 @@ def scorer_of(spec: TaskSpec, where: str) -> Reward:
 def quick_of(spec: TaskSpec, family: Family | None) -> Quick:
     """What scores those responses of a task that need no worker."""
     if spec.by_label:
-        return functools.partial(quick_label_reward, answer=spec.answer)
+        return functools.partial(quick_label_reward, answer=spec.answer, answer_format=spec.answer_format)
     if spec.reward is None and isinstance(family, _ReasoningGym):
         return family.quick
     return lambda prompt, text: None
 
 
-def _make(spec: TaskSpec, where: str) -> Family:
+def _make(spec: TaskSpec, where: str, labels: bool = True) -> Family:
     make: Callable[[TaskSpec, str], object] = find_family(spec.family, f"{where}.family")
+    if make is JsonlFamily:
+        make = functools.partial(JsonlFamily, labels=labels)
     family = made(make, spec, where, field=f"{where}.family", name=spec.family)
     if not isinstance(family, Family):
         expected = "something that makes a task family (`stream` and `reward`)"

@@ -1,18 +1,23 @@
-"""The family `jsonl`: a file of the user's prompts and labels."""
+"""The family `jsonl`: a file of the user's prompts and labels, in the dialects of `columns` and the formats of `row_files`."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_tandem.config import AnswerKind, TaskSpec
 from slime_tandem.errors import DataError
 from slime_tandem.files import parse_json
 from slime_tandem.tasks import labels as kinds
 from slime_tandem.tasks.answers import label_reward
-from slime_tandem.tasks.family import hint, make_prompt
+from slime_tandem.tasks.columns import Keys, Picked, final_answer, no_label, pick
+from slime_tandem.tasks.family import make_prompt
+from slime_tandem.tasks.row_files import rows_of
 from slime_tandem.types import Message, Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -21,11 +26,11 @@ _MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 class JsonlFamily:
-    """A prompt file; the whole file is read and checked when this is made. Raises DataError as `read_jsonl`."""
+    """A prompt file; the whole file is read and checked when this is made. Raises DataError as `read_prompts`."""
 
-    def __init__(self, spec: TaskSpec, where: str) -> None:
-        assert spec.path is not None, "TaskSpec checks it"
-        self.prompts = tuple(read_jsonl(Path(spec.path), labels=spec.by_label, answer=spec.answer))
+    def __init__(self, spec: TaskSpec, where: str, *, labels: bool = True) -> None:
+        self._spec = spec
+        self.prompts, self.notes = read_prompts(spec, labels=labels and spec.by_label)
 
     def stream(self, key: str) -> Iterator[Prompt]:
         """Whole shuffles of the file, so that no line comes twice before each came once."""
@@ -38,71 +43,136 @@ class JsonlFamily:
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the answer in `text` is the label."""
-        return label_reward(prompt, text)
+        return label_reward(prompt, text, self._spec.answer, self._spec.answer_format)
 
 
-def read_jsonl(path: Path, *, labels: bool = True, answer: AnswerKind | None = None) -> list[Prompt]:
-    """Prompts of a file with one JSON object a line, as slime users have them.
+class PromptFile(NamedTuple):
+    """What was read: the prompts, and for people what was taken for what."""
 
-    Keys: `prompt` (a str, or a list of {role, content}; turns of tools may have the further keys of `_MORE`) or `messages` (a
-    list), `label` (str or number; optional without `labels`), and optionally `task` (str) and `metadata` (object; its `tools`
-    are offered to the models). Blank lines are skipped; other keys are refused, and so are labels that are not of the kind
-    `answer`.
+    prompts: tuple[Prompt, ...]
+    notes: tuple[str, ...]
 
-    Raises DataError with path and line number for the first bad line, and for a file that is missing, empty or not UTF-8.
+
+def read_prompts(spec: TaskSpec, *, labels: bool = True) -> PromptFile:
+    """The prompts of the file `spec.path`: a row each (`row_files`), its columns as `columns` says.
+
+    `labels`: every row needs one, of the kind `spec.answer`. A prompt is text, or a list of {role, content}; turns of tools may
+    have the further keys of `_MORE`. Where the last turn is the assistant's, it is the answer, no part of the prompt. A worked
+    solution is read for its final answer; it stays in the metadata.
+
+    Raises DataError with file, line and reason for the first bad row, unless `spec.bad_lines` is `skip`, and for a file that
+    is missing, empty or no such file, or has no good row.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
-    except FileNotFoundError:
-        raise DataError("path", str(path), "an existing JSONL file", "check tasks.*.path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        expected = f"a readable UTF-8 text file ({why})"
-        raise DataError("path", str(path), expected, "give a JSONL file, saved as UTF-8") from None
-    prompts = [
-        _parse_line(line, f"{path}:{number}", labels, answer)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    assert spec.path is not None, "TaskSpec checks it"
+    path, keys = Path(spec.path), Keys(spec.input_key, spec.label_key, spec.metadata_key)
+    prompts: list[Prompt] = []
+    bad, first_bad = 0, None
+    dialects: Counter[str] = Counter()
+    others: dict[str, None] = {}
+    csv = ".csv" in path.suffixes or ".tsv" in path.suffixes
+    with closing(rows_of(path)) as rows:
+        for where, row in rows:
+            try:
+                if isinstance(row, DataError):
+                    raise row
+                picked = pick(row, where, keys)
+                if csv:
+                    picked = picked._replace(input=_cell(picked.input, f"{where} {picked.input_key}"))
+                prompt, label_from = _prompt(picked, where, labels, spec)
+                if prompt.label is None and labels:
+                    raise no_label(row, where, keys)
+            except DataError as error:
+                if spec.bad_lines == "refuse":
+                    raise
+                bad, first_bad = bad + 1, first_bad or error
+                continue
+            prompts.append(prompt)
+            dialects[f"prompt from {picked.input_key}, {label_from}"] += 1
+            others |= dict.fromkeys(picked.metadata)
     if not prompts:
+        if first_bad is not None:
+            raise first_bad
         raise DataError("path", str(path), "at least one line", "add prompts to the file")
-    return prompts
+    notes = [f"{path}: {n} rows: {dialect}" for dialect, n in dialects.most_common()]
+    if others:
+        notes.append(f"{path}: metadata: {', '.join(list(others)[:20])}{', ...' if len(others) > 20 else ''}")
+    if first_bad is not None:
+        notes.append(f"{path}: {bad} bad rows skipped; the first: {first_bad.what}")
+    return PromptFile(tuple(prompts), tuple(notes))
 
 
-def _parse_line(line: str, where: str, labels: bool, answer: AnswerKind | None) -> Prompt:
-    example = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise DataError(where, line[:80], f"one JSON object ({error})", example) from None
-    if not isinstance(row, dict):
-        raise DataError(where, line[:80], "a JSON object", example)
-    for key in row:
-        if key not in ("prompt", "messages", "label", "task", "metadata"):
-            known = ["prompt", "messages", "label", "task", "metadata"]
-            raise DataError(f"{where} key", key, "a known key", f"{hint(key, known)} or put it under `metadata`")
-    if ("prompt" in row) == ("messages" in row):
-        raise DataError(where, sorted(row), "either `prompt` or `messages`", example)
-    key = "prompt" if "prompt" in row else "messages"
-    label = row.get("label")
-    if labels or label is not None:
-        _check_label(label, where, answer)
-    task, metadata = row.get("task", "jsonl"), row.get("metadata", {})
+def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[Prompt, str]:
+    """(the prompt of a row, what its label is from)."""
+    task, key = picked.task, picked.input_key
     if not isinstance(task, str) or not task:
         raise DataError(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`")
-    if not isinstance(metadata, dict):
-        raise DataError(f"{where} metadata", metadata, "an object", "leave it out if there is none")
-    messages = parse_messages(row[key], f"{where} {key}", may_be_text=key == "prompt")
-    return make_prompt(task, messages, None if label is None else str(label), metadata)
+    messages = parse_messages(picked.input, f"{where} {key}", may_be_text=key != "messages")
+    label_key, given, metadata = picked.label_key, picked.label, picked.metadata
+    if messages[-1].role == "assistant" and len(messages) > 1:
+        messages, last = messages[:-1], messages[-1].content
+        if "last_turn" in metadata:
+            expected = "no such key beside a last turn of the assistant, which is kept there"
+            raise DataError(f"{where} last_turn", metadata["last_turn"], expected, "rename it")
+        metadata = metadata | {"last_turn": last}
+        if label_key is None:
+            label_key, given = "last turn", last
+    if spec.instruction is not None:
+        messages = _with_instruction(messages, spec.instruction, f"{where} {key}")
+    if label_key is None:
+        return make_prompt(task, messages, None, metadata), "no label"
+    if label_key == "label" and given is None and not needed:
+        return make_prompt(task, messages, None, metadata), "no label"
+    label, of = _label(given, label_key, f"{where} {label_key}", needed, spec.answer)
+    if label is None or (of and label_key != "last turn"):  # nothing is lost: a reward may want all of it
+        metadata = metadata | ({} if "." in label_key or label_key == "last turn" else {label_key: given})
+    told = "no label" if label is None else f"label from {label_key}{' (its final answer)' if of else ''}"
+    return make_prompt(task, messages, label, metadata), told
+
+
+def _with_instruction(messages: tuple[Message, ...], text: str, where: str) -> tuple[Message, ...]:
+    """The turns with a line more at the end of the user's last."""
+    last = max((i for i, m in enumerate(messages) if m.role == "user"), default=None)
+    if last is None:
+        expected, remedy = "a user's turn, to which tasks[].instruction is appended", "leave the instruction out"
+        raise DataError(where, [m.role for m in messages], expected, remedy)
+    turn = dataclasses.replace(messages[last], content=f"{messages[last].content}\n{text}")
+    return (*messages[:last], turn, *messages[last + 1 :])
+
+
+def _label(value: Any, key: str, where: str, needed: bool, answer: AnswerKind | None) -> tuple[str | None, bool]:
+    """(the label, whether it is the final answer of a longer text). None for what is none, where none is needed."""
+    found = value
+    if isinstance(value, str) and key != "label":  # the key of this package is taken at its word
+        found = final_answer(value)
+        if found is None and value.strip() and needed:
+            expected = "an answer: `#### 42`, a box, <answer>, or a text of one line"
+            raise DataError(where, value[:200], expected, "name the answer's column by tasks[].label_key")
+        if found is None and value.strip():
+            found = value
+    if not needed and key != "label" and (not isinstance(found, str | int | float) or isinstance(found, bool)):
+        return None, False
+    _check_label(found, where, answer)
+    return str(found), found != value and str(found) != str(value).strip()
 
 
 def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
     if not fine:
-        raise DataError(f"{where} label", label, "a non-empty string or a number", "add the right answer")
+        raise DataError(where, label, "a non-empty string or a number", "add the right answer")
     if not kinds.fits(str(label), answer):
         expected = f"a label that is {answer}, as tasks[].answer says"
-        raise DataError(f"{where} label", label, expected, "correct the label, or set tasks[].answer to text")
+        raise DataError(where, label, expected, "correct the label, or set tasks[].answer to text")
+
+
+def _cell(text: Any, where: str) -> Any:
+    """A prompt in a cell of CSV: text, or messages as JSON. Messages as Python writes them are refused, not read as text."""
+    if not isinstance(text, str) or not text.lstrip().startswith("[{") or "role" not in text:
+        return text
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        expected = f"messages as JSON ({error})"
+        raise DataError(where, text[:80], expected, "save them by json.dumps, or as JSON lines or Parquet") from None
 
 
 def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Message, ...]:

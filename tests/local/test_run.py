@@ -473,6 +473,35 @@ def test_a_prompt_file_that_names_an_unknown_teacher_is_refused_at_the_start(tri
     assert not (config.run_dir / "config.yaml").exists()
 
 
+def test_prompts_without_labels_are_distilled(trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "p.csv").write_text("question,level\n" + "".join(f"{i} + 1 =,easy\n" for i in range(60)))
+    tree = settings(
+        trio, tmp_path, control=False, tasks=[{"family": "jsonl", "path": str(tmp_path / "p.csv")}],
+        opd={"enabled": True}, objective={"reward_coef": 0.0}, train={**BASE["train"], "steps": 1}, eval={"prompts": 2},
+    )  # fmt: skip
+    config = RunConfig.from_mapping(tree)
+    train(config)
+    (row,) = rows(config.run_dir / "metrics.jsonl")
+    assert row["rollout/reward_mean"] == 0.0
+    assert row["train/grad_norm"] > 0
+    told = capsys.readouterr()
+    assert "p.csv: 60 rows: prompt from question, no label" in told.err
+    assert "p.csv: metadata: level" in told.err
+    assert "nothing to learn from" not in told.out
+
+
+def test_a_first_step_of_equal_rewards_says_why(trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i} + 1 =", "label": "no such"}}\n' for i in range(60)))
+    task = {"family": "jsonl", "path": str(tmp_path / "p.jsonl"), "instruction": "End with a box."}
+    tree = settings(
+        trio, tmp_path, control=False, tasks=[task], train={**BASE["train"], "steps": 1}, eval={"prompts": 2}
+    )
+    train(RunConfig.from_mapping(tree))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "nothing to learn from: all 6 rewards are 0: 6 of 6 responses have no answer (<answer> or \\boxed{})" in told
+    assert told.count("End with a box.'") == 3
+
+
 def test_several_teachers_and_a_divergence_read_along(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two teachers by task, one with the student's vocabulary; candidates of both sides; scored while others still write."""
     changes = settings(trio, tmp_path, control=False, **own("teacher"))

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError
+from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, plan
 from slime_tandem.slime_launch.user_flags import split
@@ -123,6 +123,11 @@ def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path
     launch = plan(sized(tasks=[task]), tmp_path / "launch")
     rows = [json.loads(line) for line in launch.files[tmp_path / "launch" / "prompts.jsonl"].splitlines()]
     assert {(row["label"], row["metadata"]["spec"]) for row in rows} == {(None, 0)}
+    del task["reward"]
+    with pytest.raises(DataError, match=r":1 label=None.*objective\.reward_coef=0"):
+        plan(sized(tasks=[task]), tmp_path / "launch")
+    launch = plan(sized(tasks=[task], objective={"reward_coef": 0.0}, opd={"enabled": True}), tmp_path / "launch")
+    assert '"label": null' in launch.files[tmp_path / "launch" / "prompts.jsonl"]
 
 
 @pytest.mark.parametrize(

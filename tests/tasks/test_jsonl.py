@@ -10,13 +10,17 @@ import pytest
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.tasks.jsonl import read_jsonl
+from slime_tandem.tasks.jsonl import read_prompts
 from slime_tandem.types import Message, Prompt
 
 
 def write_jsonl(path: Path, rows: list[object]) -> TaskSpec:
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
     return TaskSpec(family="jsonl", path=str(path))
+
+
+def read_jsonl(path: Path) -> list[Prompt]:
+    return list(read_prompts(TaskSpec(family="jsonl", path=str(path))).prompts)
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
@@ -145,7 +149,7 @@ def test_turns_of_tools(tmp_path: Path) -> None:
 
 
 def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="an existing JSONL file"):
+    with pytest.raises(DataError, match="an existing file"):
         read_jsonl(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
     with pytest.raises(DataError, match="at least one line"):

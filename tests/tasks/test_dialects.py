@@ -1,0 +1,189 @@
+"""Data files as their owners write them: formats, columns, bad rows. Each is read, or refused with the reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tandem.config import RunConfig, TaskSpec
+from slime_tandem.errors import DataError
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.jsonl import PromptFile, read_prompts
+
+USER = {"role": "user", "content": "2 + 2 ="}
+GSM8K = {"question": "2 + 2 =", "answer": "2 and 2 are <<2+2=4>>4.\n#### 4"}
+WORKED = {"answer": GSM8K["answer"]}
+BOX = "$\\boxed{4}$"
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": [USER], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"split": "train", "index": 0},
+}  # fmt: skip
+DAPO = {**VERL, "data_source": "math_dapo", "solution": "4", "source_prompt": [USER]}
+MATH = {"problem": "2 + 2 =", "solution": "We add.\nSo it is \\boxed{4}.", "level": "Level 1", "type": "Algebra"}
+SFT = {"messages": [USER, {"role": "assistant", "content": "It is\n\\boxed{4}"}]}
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(*rows: Any) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows)), sink)
+    return bytes(sink.getvalue())
+
+
+def read(tmp_path: Path, name: str, content: bytes, *, labels: bool = True, **settings: Any) -> PromptFile:
+    (tmp_path / name).write_bytes(content)
+    return read_prompts(TaskSpec(family="jsonl", path=str(tmp_path / name), **settings), labels=labels)
+
+
+FILES: list[tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = [
+    ("slime.jsonl", lines({"prompt": "2 + 2 =", "label": "4"}), {}, "prompt from prompt, label from label", {}),
+    ("bom.jsonl", b"\xef\xbb\xbf" + lines({"prompt": "2 + 2 =", "label": 4}), {}, "label from label", {}),
+    ("gsm8k.jsonl", lines(GSM8K), {}, "from question, label from answer (its final answer)", WORKED),
+    ("gsm8k.json", json.dumps([GSM8K], indent=1).encode(), {}, "answer", WORKED),
+    ("lines.json", lines(GSM8K, GSM8K), {}, "2 rows", WORKED),
+    ("gsm8k.jsonl.gz", gzip.compress(lines(GSM8K)), {}, "answer", WORKED),
+    ("gsm8k.json.gz", gzip.compress(json.dumps([GSM8K]).encode()), {}, "answer", WORKED),
+    ("gsm8k.parquet", parquet(GSM8K), {}, "answer", WORKED),
+    ("excel.csv", b'\xef\xbb\xbfid,question,answer\r\n7,"2 + 2\r\n=",4\r\n', {}, "label from answer", {"id": "7"}),
+    ("tabs.tsv", b"question\tanswer\tid\n2 + 2 =\t4\t7\n", {}, "label from answer", {"id": "7"}),
+    ("cells.csv.gz", gzip.compress(b'messages,label\n"[{""role"": ""user"", ""content"": ""x""}]",4\n'), {}, "messages", {}),
+    ("trl.jsonl", lines({"prompt": [USER], "solution": BOX}), {}, "label from solution (its", {"solution": BOX}),
+    ("math.jsonl", lines(MATH), {}, "prompt from problem", {k: MATH[k] for k in ("level", "type", "solution")}),
+    ("verl.parquet", parquet(VERL), {}, "reward_model.ground_truth", {k: v for k, v in VERL.items() if k != "prompt"}),
+    ("dapo.parquet", parquet(DAPO), {}, "ground_truth", {k: v for k, v in DAPO.items() if k != "prompt"}),
+    ("sft.jsonl", lines(SFT), {}, "label from last turn (its final answer)", {"last_turn": "It is\n\\boxed{4}"}),
+    ("named.jsonl", lines({"q": "x", "a": {"b": 4}, "m": {"k": 1}, "z": [2]}),
+     {"input_key": "q", "label_key": "a.b", "metadata_key": "m"}, "from q, label from a.b", {"a": {"b": 4}, "k": 1, "z": [2]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "settings", "told", "metadata"), FILES, ids=[f[0] for f in FILES])
+def test_files_in_their_owners_dialects(
+    tmp_path: Path, name: str, content: bytes, settings: dict[str, Any], told: str, metadata: dict[str, Any]
+) -> None:
+    found = read(tmp_path, name, content, **settings)
+    assert {p.label for p in found.prompts} == {"4"}
+    assert all(p.messages[-1].role == "user" and p.messages[-1].content for p in found.prompts)
+    assert dict(found.prompts[0].metadata) == metadata
+    assert told in found.notes[0], found.notes
+
+
+REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
+    ("sharegpt.jsonl", lambda: lines({"conversations": [{"from": "human", "value": "x"}]}), {}, ":1=.*tasks..\\.input_key"),
+    ("alpaca.json", lambda: json.dumps([{"instruction": "a", "input": "b", "output": "c"}]).encode(), {}, "1=.*input_key"),
+    ("two.jsonl", lambda: lines({"prompt": "a", "messages": [USER], "label": 4}), {}, "either `prompt` or `messages`"),
+    ("long.jsonl", lambda: lines({"problem": "a", "solution": "One.\nTwo."}), {}, "solution=.*expected an answer: `#### 42`"),
+    ("prompts.jsonl", lambda: lines({"prompt": "a", "completion": "b"}), {}, "label=None.*label_key; there are prompt, comp"),
+    ("typo.jsonl", lambda: lines({"prompt": "a", "anwser": "4"}), {}, "did you mean `answer`"),
+    ("input.jsonl", lambda: lines({"prompt": "a", "label": "4"}), {"input_key": "promt"}, "promt of.*did you mean `prompt`"),
+    ("meta.jsonl", lambda: lines({"prompt": "a", "label": "4"}), {"metadata_key": "m"}, "column m of tasks..\\.metadata_key"),
+    ("twice.jsonl", lambda: lines({"prompt": "a", "label": 4, "k": 1, "metadata": {"k": 2}}), {}, "key='k'.*rename the column"),
+    ("raw.jsonl", lambda: lines({**GSM8K, "metadata": {"answer": 2}}), {}, "key='answer'.*rename the column"),
+    ("turn.jsonl", lambda: lines({**SFT, "last_turn": 2}), {}, "last_turn=2: .*rename it"),
+    ("spec.jsonl", lambda: lines({"prompt": "a", "label": 4, "spec": 1}), {}, "key='spec'.*rename the column"),
+    ("object.json", lambda: json.dumps({"data": [GSM8K]}, indent=1).encode(), {}, ":1='{'.*one JSON object"),
+    ("strings.json", lambda: b'["a"]', {}, "entry 1=.*a JSON object"),
+    ("broken.json", lambda: b'[{"prompt": "a"', {}, "a JSON list of objects"),
+    ("cells.csv", lambda: b"question,answer\na,4,5\n", {}, ":2='3 cells'.*2 cells"),
+    ("open.csv", lambda: b'question,answer\na,"4\n', {}, ":2.*a row of CSV"),
+    ("head.csv", lambda: b"question,question\na,4\n", {}, ":1=.*each once"),
+    ("python.csv", lambda: b"prompt,label\n\"[{'role': 'user', 'content': 'x'}]\",4\n", {}, "messages as JSON"),
+    ("latin.csv", lambda: "question,answer\ncaf\xe9,4\n".encode("latin-1"), {}, "UTF-8"),
+    ("cut.jsonl.gz", lambda: gzip.compress(lines(*[GSM8K] * 99))[:-9], {}, "gzip of these"),
+    ("none.jsonl.gz", lambda: lines(GSM8K), {}, "gzip of these"),
+    ("none.parquet", lambda: b"PAR1", {}, "a readable Parquet file"),
+    ("image.parquet", lambda: parquet({**GSM8K, "image": b"\x89PNG"}), {}, "row 1.*bytes in a column"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "settings", "says"), REFUSED, ids=[f[0] for f in REFUSED])
+def test_files_that_are_refused_say_why_and_where(
+    tmp_path: Path, name: str, content: Callable[[], bytes], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataError, match=rf"(?s)^{tmp_path / name}.*{says}|path='?{tmp_path / name}.*{says}"):
+        read(tmp_path, name, content(), **settings)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_bad_rows_are_skipped_and_counted_where_asked_for(tmp_path: Path, name: str) -> None:
+    content = {
+        "a.jsonl": b'{"prompt": "a", "label": 1}\n{\n\xff\n[1]\n{"prompt": "b"}\n{"prompt": "c", "label": 3}\n',
+        "a.csv": b'prompt,label\na,1\nx\n"p"q,2\n,5\nb,\nc,3\n',
+    }[name]
+    found = read(tmp_path, name, content, bad_lines="skip")
+    assert [p.label for p in found.prompts] == ["1", "3"]
+    assert (
+        f"{tmp_path / name}: 4 bad rows skipped; the first: {tmp_path / name}:{2 if 'json' in name else 3}"
+        in found.notes[-1]
+    )
+    with pytest.raises(DataError, match=r"a\.jsonl:2|a\.csv:3"):
+        read(tmp_path, name, content)
+    with pytest.raises(DataError, match="label=None"):  # not one good row: the first reason is told
+        read(tmp_path, name, lines({"prompt": "a"}) if "json" in name else b"prompt,x\na,1\n", bad_lines="skip")
+
+
+def test_without_labels_nothing_of_a_row_is_lost(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": {"tests": [1]}}, {"prompt": "c", "solution": "x\ny"}]
+    found = read(tmp_path, "a.jsonl", lines(*rows), labels=False).prompts
+    assert [p.label for p in found] == [None, None, "x\ny"]
+    assert dict(found[1].metadata) == {"answer": {"tests": [1]}}
+
+
+def seen(prompt: Any, text: str) -> float:
+    return float(prompt.metadata["level"] == "hard")
+
+
+def test_other_columns_reach_the_reward(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*({"prompt": f"{i}", "level": "hard"} for i in range(30))))
+    tasks = TaskSet(
+        [TaskSpec(family="jsonl", path=str(tmp_path / "a.jsonl"), reward="tests.tasks.test_dialects:seen")], 0
+    )
+    prompt = tasks.train_prompts(0, 1)[0]
+    assert tasks.reward(prompt, "x") == 1.0
+    assert tasks.notes[0].endswith("30 rows: prompt from prompt, no label")
+
+
+def test_the_settings_of_files_need_a_file() -> None:
+    for name, value in {"input_key": "a", "label_key": "a", "metadata_key": "a", "bad_lines": "skip"}.items():
+        with pytest.raises(ValueError, match=f"`{name}` is for the rows of family `jsonl`"):
+            TaskSpec.model_validate({"family": "chain_sum", name: value})
+
+
+def test_distillation_needs_no_labels_and_labels_that_are_there_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*({"prompt": f"{i}"} | ({"label": i} if i % 2 else {}) for i in range(60))))
+    spec = TaskSpec(family="jsonl", path=str(path))
+    with pytest.raises(DataError, match=r":1 label=None.*objective\.reward_coef=0, control=false"):
+        TaskSet([spec], 0)
+    tasks = TaskSet([spec], 0, labels=False)
+    prompts = tasks.train_prompts(0, 40)
+    rewards = [v.reward for v in tasks.verdicts([(p, f"<answer>{p.messages[0].content}</answer>") for p in prompts])]
+    assert rewards == [0.0 if p.label is None else 1.0 for p in prompts]
+    assert {0.0, 1.0} == set(rewards)
+
+
+def test_who_needs_labels() -> None:
+    opd = {"opd": {"enabled": True}}
+    for reward, control, needs in ((1.0, False, True), (0.0, True, True), (0.0, False, False)):
+        config = RunConfig.from_mapping({"objective": {"reward_coef": reward}, "control": control, **opd})
+        assert config.needs_labels is needs
+
+
+def test_the_instruction_is_appended_to_the_last_turn_of_the_user(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "4"}]
+    ask = "End with a number."
+    (prompt,) = read(tmp_path, "a.jsonl", lines({"messages": turns, "label": "4"}), instruction=ask).prompts
+    assert [m.content for m in prompt.messages] == ["S", "2 + 2 =\nEnd with a number."]
+    with pytest.raises(DataError, match="a user's turn"):
+        read(tmp_path, "a.jsonl", lines({"messages": turns[:1], "label": "4"}), instruction=ask)
