@@ -259,7 +259,8 @@ def main() -> None:
     told = blank.conversation(sample)[1]
     index = aligner.align(told).teacher_index
     t_lists = [rng.sample(range(100_000), K) for _ in told.ids]
-    own = [i for i in both if i not in {t for row in s_lists for t in row}]
+    listed = {t for row in s_lists for t in row}
+    own = [i for i in both if i not in listed]
     for i in np.flatnonzero(index >= 0).tolist():
         shared = [int(same.teacher_of[t]) for t in s_lists[i] if rng.random() < SHARED]
         rest = [t for t in (int(same.teacher_of[x]) for x in rng.sample(own, K)) if t not in shared]

@@ -145,12 +145,16 @@ async def ask_each(engine: Engine, requests: Sequence[GenerateRequest]) -> list[
 
 @dataclass(frozen=True)
 class ExactQuery:
-    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`."""
+    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`.
+
+    `conversation`: the name under which the engine has read both (`GenerateRequest.conversation`).
+    """
 
     rid: str
     prompt: Sequence[int]
     response: Sequence[int]
     wanted: Sequence[frozenset[int]]
+    conversation: str | None = None
 
 
 async def exact_log_probs(
@@ -174,6 +178,7 @@ async def exact_log_probs(
                     max_new_tokens=0,
                     logprob_start_len=len(query.prompt) + start - 1,
                     token_ids_logprob=tuple(sorted(ids)),
+                    conversation=query.conversation,
                     input_temperature=temperature,
                 )
             )

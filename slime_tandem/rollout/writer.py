@@ -118,7 +118,7 @@ class TandemWriter:
         self._open = OpenRun(options.rule, author_key(key))
         self._seed = sampling_seed(key)
         self._stops = [stop.encode() for stop in options.sampling.stop]
-        self._turn = bytearray()  # text of the current turn, for stop strings that cross a handoff
+        self._turn = bytearray()  # text of the current turn, for stop strings, if any, that cross a handoff
         self._cut = 0  # bytes at the end of the text that belong to a stop string
         self._asked: int | None = None
         self._finish: FinishReason | None = None
@@ -240,7 +240,7 @@ class TandemWriter:
         s, t, at = self.options.sampling, self.transcript, self._open
         score = author == SENIOR and self._lacks_scores
         fused = self.options.fused and budget > 0
-        name = f"{self.key.seed}-{self.key.rollout_id}-{self.key.sample_index}"
+        name = self.key.name
         return author, GenerateRequest(
             rid=f"{name}-{t.requests}",
             input_ids=context,
@@ -348,7 +348,7 @@ class TandemWriter:
     def _append(self, token: int, log_prob: float, kept: tuple[int, ...]) -> None:
         """Add the next author's token, and see whether turn, response or run end with it."""
         self.transcript.append(token, self._open.author, log_prob, kept)
-        data = self.options.tokens.of(token) or b""
+        data = (self.options.tokens.of(token) or b"") if self._stops else b""
         self._turn += data
         if token in self.options.tokens.eos_ids:
             self._finish = "stop"
