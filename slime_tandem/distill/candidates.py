@@ -8,6 +8,7 @@ decided here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,12 @@ def _exactly(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -
 
 
 def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> dict[int, float]:
+    entries = entry or ()
+    values = [value for value, _ in entries]
+    if set(map(type, values)) == {float} and math.isfinite(sum(values)) and max(values) <= 0.0:
+        return {int(token): value for value, token in entries}
     out: dict[int, float] = {}
-    for value, token in entry or ():
+    for value, token in entries:
         if value is None or not math.isfinite(value) or value > 1e-4:
             raise TeacherScoreError(
                 f"{role} answer {rid}, response position {position}, candidate {token}",
@@ -257,9 +262,11 @@ def missing_on(
 ) -> list[frozenset[int]]:
     """Per position of `own`: ids that `other` lists there (through `counterpart`) and `own` does not. `at` pairs `partner`."""
     wanted: list[frozenset[int]] = [frozenset()] * len(own)
+    flat = np.fromiter(itertools.chain.from_iterable(other[j] for j in partner), np.int64)
+    listed = iter(SameTokens.of(counterpart, flat).tolist())
     for i, j in zip(at, partner, strict=True):
-        listed = {int(counterpart[t]) for t in other[j] if 0 <= t < len(counterpart)} - {-1}
-        wanted[i] = frozenset(listed - own[i].keys())
+        known = own[i]
+        wanted[i] = frozenset([t for t in itertools.islice(listed, len(other[j])) if t >= 0 and t not in known])
     return wanted
 
 
@@ -337,6 +344,11 @@ def gather_lists(
 
 def _columns(known: Sequence[LogProbsById], k: int) -> tuple[IntArray, FloatArray]:
     """Ids and log-probs [n, k] of the best `k` entries at each position."""
+    if {len(entries) for entries in known} == {k}:
+        all_ids = np.fromiter(itertools.chain.from_iterable(known), np.int64).reshape(-1, k)
+        all_values = np.fromiter(itertools.chain.from_iterable(e.values() for e in known), np.float64).reshape(-1, k)
+        order = np.lexsort((all_ids, -all_values), axis=-1)
+        return np.take_along_axis(all_ids, order, 1), np.take_along_axis(all_values, order, 1)
     best = [_best(entries, k) for entries in known]
     ids = np.array([[i for i, _ in row] for row in best], dtype=np.int64).reshape(-1, k)
     return ids, np.array([[v for _, v in row] for row in best], dtype=np.float64).reshape(-1, k)

@@ -266,8 +266,9 @@ async def connect(args: Any) -> Runtime:
 def settle_collector() -> None:
     """Let the cyclic collector leave alone what is here by now: libraries, tokenizers, tables.
 
-    Answers with lists make it run often, and each full search of everything would stop the event loop (docs/results/manager-cost.md). For
-    good: the process ends with the job. What is garbage now is collected first; garbage among the rest is only kept.
+    Answers with lists make it run often, and each full search of everything would stop the event loop
+    (docs/results/manager-cost.md). For good: the process ends with the job. What is garbage now is collected first; what
+    of the rest becomes garbage in cycles is kept.
     """
     gc.collect()
     gc.freeze()
