@@ -303,7 +303,7 @@ def test_a_wrong_author_in_a_long_fused_answer_is_named_by_its_place() -> None:
     result = GenerateResult(
         request.rid, ids, (-1.0,) * 80, "length", "v", authors=tuple(due), senior_log_probs=(-1.0,) * 80
     )
-    with pytest.raises(EngineError, match=r"author of response token 50 of .*, run 25: "):
+    with pytest.raises(EngineError, match=r"author of response token 50 of .*, run 25=0: "):
         w.accept(result)
     assert w.response_ids == []
 
