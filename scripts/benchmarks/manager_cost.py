@@ -307,7 +307,7 @@ def main() -> None:
     print(
         f"One full collection with {args.held} answers held: {min(pauses) * 1e3:.0f} ms; python {sys.version.split()[0]}"
     )
-    print(f"JSON by {getattr(client, 'JSON', 'json')}")
+    print(f"JSON by {'orjson' if getattr(client, 'orjson', None) else 'json'}")
 
 
 def timed_collection() -> float:

@@ -108,12 +108,8 @@ def _exactly(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -
 
 
 def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> dict[int, float]:
-    entries = entry or ()
-    values = [value for value, _ in entries]
-    if set(map(type, values)) == {float} and math.isfinite(sum(values)) and max(values) <= 0.0:
-        return {int(token): value for value, token in entries}
     out: dict[int, float] = {}
-    for value, token in entries:
+    for value, token in entry or ():
         if value is None or not math.isfinite(value) or value > 1e-4:
             raise TeacherScoreError(
                 f"{role} answer {rid}, response position {position}, candidate {token}",
