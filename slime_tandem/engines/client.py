@@ -35,7 +35,7 @@ from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.types import JUNIOR
 
 try:  # SGLang brings it, so it is there where answers are large
-    import orjson
+    import orjson  # type: ignore[import-not-found,unused-ignore]
 except ModuleNotFoundError:
     orjson = None  # type: ignore[assignment,unused-ignore]
 
