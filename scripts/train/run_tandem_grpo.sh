@@ -14,6 +14,20 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/slime_lib.sh"
+# Names of the published scripts that this one does not read, and what does their work: dropped, they would change the job unsaid.
+for pair in POLICY_MODEL=SENIOR_MODEL BASE_MODEL=SENIOR_MODEL TRAIN_FILES=PROMPT_DATA TOTAL_STEPS=NUM_ROLLOUT EXP_NAME=NAME CKPT_ROOT=OUTPUT_ROOT \
+  SELECTION=tandem.selection_strategy PROB_PRIMARY=tandem.prob_senior MAX_GAP_TOKENS=tandem.max_gap_tokens \
+  JR_TKN_WEIGHT=tandem.junior_token_loss_weight BOUNDARY_IDS_PATH=tandem.boundary_token_ids FROZEN_GPU=cluster.junior_gpus \
+  VLLM_TANDEM_CONFIG="slime-tandem migrate --settings" LR=optimizer.lr CLIP_RATIO=objective.clip_low TRAIN_BATCH=train.prompts_per_step \
+  MINI_BATCH=train.updates_per_step ROLLOUT_N=train.samples_per_prompt ROLLOUT_TEMP=sampling.temperature \
+  MAX_RESPONSE=sampling.max_new_tokens SAVE_FREQ=train.save_every TEST_FREQ=eval.every ROLLOUT_BATCH_SIZE=train.prompts_per_step \
+  N_SAMPLES_PER_PROMPT=train.samples_per_prompt GLOBAL_BATCH_SIZE=train.updates_per_step ROLLOUT_MAX_RESPONSE_LEN=sampling.max_new_tokens \
+  ROLLOUT_TEMPERATURE=sampling.temperature SAVE_INTERVAL=train.save_every OPD_BUDGET_MASK=OPD_SELECTOR OPD_BUDGET_RATIO=OPD_RATIO \
+  OPD_BUDGET_GAMMA=opd.selection.gamma OPD_COMPAT_PROXY=opd.selection.compatibility OPD_EXACT_CMASS=opd.selection.exact_cmass \
+  OPD_METRIC_NORMALIZATION=opd.selection.normalisation OPD_TOKEN_BANK_DIR=opd.token_bank_dir METHOD_LIST=run_method_suite.sh; do
+  name="${pair%%=*}"
+  [[ -z "${!name:-}" ]] || refuse "$name" "${!name}" "nothing: this script does not read it" "unset it; ${pair#*=} does its work (docs/published.md)"
+done
 models="$(dirname "$REPO")/models"
 SENIOR_MODEL="${SENIOR_MODEL:-$models/Qwen3-4B}"
 JUNIOR_MODEL="${JUNIOR_MODEL:-$models/Qwen3-0.6B}"

@@ -395,6 +395,7 @@ def test_sources_keep_raw_messages_and_are_slimes_in_all_else(tmp_path: Path) ->
     rows = [{"prompt": [{"role": "user", "content": t}], "label": t} for t in ("a", "b", "a b", "b b")]
     rows.append({"prompt": "a a", "label": "x"})
     args = source_arguments(tmp_path, rows)
+    settings.use(settings.ANY, RunConfig())
     ours, theirs = MessagesDataSource(args), RolloutDataSourceWithBuffer(args)
     assert len(ours) == len(theirs) == 5
     for _ in range(4):  # over the end of an epoch

@@ -84,7 +84,7 @@ def test_a_section_that_does_not_hold_is_refused(section: Any, message: str) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"rollout_temperature": 0.7}, "temperature 1"),
+        ({"rollout_temperature": 0.0}, "temperature above 0"),
         ({"rollout_top_p": 0.9}, r"--rollout-top-p=0\.9: expected 1.*kept ids"),
         ({"rollout_top_k": 5}, "top_k=-1"),
         ({"use_opd": True}, "--use-opd=True.*twice"),

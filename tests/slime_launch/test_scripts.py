@@ -240,6 +240,8 @@ def test_paths_of_every_kind_arrive_as_they_are(run: Run, tmp_path: Path) -> Non
         ("run_tandem_grpo.sh", {"NUM_ROLLOUT": "-1"}, "NUM_ROLLOUT=-1"),
         ("run_tandem_grpo.sh", {"STUDENT_TORCH_DIST": "/no"}, "STUDENT_TORCH_DIST=/no: expected a Megatron checkpoint"),
         ("run_opd.sh", {"STUDENT_HF": "qwen3-4B", "TEACHER_MODEL": "qwen3-9B"}, "TEACHER_MODEL=qwen3-9B"),
+        ("run_tandem_grpo.sh", {"PROB_PRIMARY": "0.3"}, "PROB_PRIMARY=0.3: expected nothing: this script does not read it"),
+        ("run_opd.sh", {"ROLLOUT_BATCH_SIZE": "4"}, "ROLLOUT_BATCH_SIZE=4: expected nothing"),
         ("run_method_suite.sh", {"BACKEND": "slime", "STUDENT_HF": "/no"}, "STUDENT_HF=/no"),
         ("submit_slime.sh", {}, "FOLDER=: expected a folder with launch.sh"),
     ],

@@ -62,7 +62,7 @@ def rolled(
     team: Any = Writes(texts)
     scored, measured = rollout(team, tasks, prompts, 1, PER_PROMPT, tandem=False, score=False)
     counts = {name: value for name, value in measured.items() if not name.startswith("time/")}
-    return scored, {**rollout_metrics(scored, frozenset()), **counts}
+    return scored, {**rollout_metrics(scored, frozenset(), lambda _: 0), **counts}
 
 
 def honest(prompts: Sequence[Prompt]) -> list[str]:
