@@ -416,7 +416,9 @@ def test_windows_hold_so_many_values_at_most() -> None:
 lists = st.dictionaries(st.integers(0, 30), st.sampled_from([-3.0, -1.5, -0.25, -0.0, 0.0]), max_size=6)
 
 
-@given(st.lists(st.tuples(lists, lists), max_size=12), st.lists(st.integers(-1, 30), max_size=25), st.randoms())
+@given(
+    st.lists(st.tuples(lists, lists), max_size=12), st.lists(st.integers(-1, 30), min_size=1, max_size=25), st.randoms()
+)
 def test_what_a_side_lacks_is_what_the_other_lists_and_it_does_not(
     pairs: list[tuple[dict[int, float], dict[int, float]]], table: list[int], rng: random.Random
 ) -> None:
