@@ -75,6 +75,11 @@ class SampleKey:
     rollout_id: int
     sample_index: int
 
+    @property
+    def name(self) -> str:
+        """The same in one word: what engines know the response by."""
+        return f"{self.seed}-{self.rollout_id}-{self.sample_index}"
+
 
 @dataclass(frozen=True, slots=True)
 class AuthorRun:

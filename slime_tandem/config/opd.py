@@ -228,7 +228,12 @@ class OpdConfig(Section):
     )
     selection: SelectionConfig = Field(default_factory=SelectionConfig)
     teachers: tuple[TeacherSpec, ...] = Field((), description="several teachers, instead of models.teacher")
-    concurrency: int = Field(4, ge=1, description="scoring requests under way at once, per teacher")
+    concurrency: int = Field(
+        4,
+        ge=1,
+        description="scoring requests under way at once, per teacher; under slime, which scores each sample by itself, as "
+        "many samples at once as these requests could hold (times engine.max_batch)",
+    )
     overlap: int | None = Field(
         None,
         ge=1,

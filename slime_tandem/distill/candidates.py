@@ -8,6 +8,7 @@ decided here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,12 +146,16 @@ async def ask_each(engine: Engine, requests: Sequence[GenerateRequest]) -> list[
 
 @dataclass(frozen=True)
 class ExactQuery:
-    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`."""
+    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`.
+
+    `conversation`: the name under which the engine has read both (`GenerateRequest.conversation`).
+    """
 
     rid: str
     prompt: Sequence[int]
     response: Sequence[int]
     wanted: Sequence[frozenset[int]]
+    conversation: str | None = None
 
 
 async def exact_log_probs(
@@ -174,6 +179,7 @@ async def exact_log_probs(
                     max_new_tokens=0,
                     logprob_start_len=len(query.prompt) + start - 1,
                     token_ids_logprob=tuple(sorted(ids)),
+                    conversation=query.conversation,
                     input_temperature=temperature,
                 )
             )
@@ -252,9 +258,11 @@ def missing_on(
 ) -> list[frozenset[int]]:
     """Per position of `own`: ids that `other` lists there (through `counterpart`) and `own` does not. `at` pairs `partner`."""
     wanted: list[frozenset[int]] = [frozenset()] * len(own)
+    flat = np.fromiter(itertools.chain.from_iterable(other[j] for j in partner), np.int64)
+    listed = iter(SameTokens.of(counterpart, flat).tolist())
     for i, j in zip(at, partner, strict=True):
-        listed = {int(counterpart[t]) for t in other[j] if 0 <= t < len(counterpart)} - {-1}
-        wanted[i] = frozenset(listed - own[i].keys())
+        known = own[i]
+        wanted[i] = frozenset([t for t in itertools.islice(listed, len(other[j])) if t >= 0 and t not in known])
     return wanted
 
 
@@ -332,6 +340,11 @@ def gather_lists(
 
 def _columns(known: Sequence[LogProbsById], k: int) -> tuple[IntArray, FloatArray]:
     """Ids and log-probs [n, k] of the best `k` entries at each position."""
+    if {len(entries) for entries in known} == {k}:
+        all_ids = np.fromiter(itertools.chain.from_iterable(known), np.int64).reshape(-1, k)
+        all_values = np.fromiter(itertools.chain.from_iterable(e.values() for e in known), np.float64).reshape(-1, k)
+        order = np.lexsort((all_ids, -all_values), axis=-1)
+        return np.take_along_axis(all_ids, order, 1), np.take_along_axis(all_values, order, 1)
     best = [_best(entries, k) for entries in known]
     ids = np.array([[i for i, _ in row] for row in best], dtype=np.int64).reshape(-1, k)
     return ids, np.array([[v for _, v in row] for row in best], dtype=np.float64).reshape(-1, k)

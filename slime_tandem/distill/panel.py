@@ -37,7 +37,8 @@ async def student_candidates(
         part = samples[at : at + max_batch]
         requests = [
             GenerateRequest(
-                rid=f"top-{s.key.seed}-{s.key.rollout_id}-{s.key.sample_index}",
+                rid=f"top-{s.key.name}",
+                conversation=s.key.name,  # its worker holds the prefix
                 input_ids=s.prompt_ids + s.response_ids,
                 max_new_tokens=0,
                 logprob_start_len=len(s.prompt_ids) - 1,

@@ -360,12 +360,13 @@ class Teacher:
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
         prompt, text = self.conversation(sample)
         request = GenerateRequest(
-            rid=f"score-{sample.key.seed}-{sample.key.rollout_id}-{sample.key.sample_index}",
+            rid=f"score-{sample.key.name}",
             input_ids=(*prompt, *text.ids),
             max_new_tokens=0,
             logprob_start_len=len(prompt) - 1,
             top_logprobs_num=scoring.widest,
             input_temperature=self.temperature,
+            conversation=sample.key.name,
         )
         return _Plan(request, list(prompt), text)
 
@@ -398,14 +399,14 @@ class _View:
         """The student's entries that the teacher's lists do not hold."""
         at, partner = self.pairs
         wanted = missing_on(self.known, self.student, same.teacher_of, partner, at)
-        return ExactQuery(self.plan.request.rid, self.plan.prompt, self.plan.text.ids, wanted)
+        return ExactQuery(self.plan.request.rid, self.plan.prompt, self.plan.text.ids, wanted, self.sample.key.name)
 
     def of_student(self, same: SameTokens) -> ExactQuery:
         """The reverse."""
         at, partner = self.pairs
         wanted = missing_on(self.student, self.known, same.student_of, at, partner)
         rid = self.plan.request.rid.replace("score", "top", 1)
-        return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted)
+        return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted, self.sample.key.name)
 
 
 def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:

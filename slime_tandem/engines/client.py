@@ -34,6 +34,11 @@ from slime_tandem.errors import (
 from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
 from slime_tandem.types import JUNIOR
 
+try:  # SGLang brings it, so it is there where answers are large
+    import orjson  # type: ignore[import-not-found,unused-ignore]
+except ModuleNotFoundError:
+    orjson = None  # type: ignore[assignment,unused-ignore]
+
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _IDLE_S = 30.0
@@ -280,7 +285,7 @@ class EngineClient:
         for attempt in itertools.count():
             stale = False
             content = body(attempt) if callable(body) else body
-            data = None if content is None else json.dumps(content, allow_nan=False).encode()
+            data = None if content is None else _encoded(content)
             self.requests_sent += 1
             self.bytes_sent += len(data or b"")
             try:
@@ -327,7 +332,7 @@ class EngineClient:
 
     def _parse(self, path: str, raw: bytes) -> Any:
         try:
-            return json.loads(raw)
+            return _decoded(raw)
         except ValueError:
             raise self._bad(path, raw[:80].decode("utf-8", "replace"), "JSON") from None
 
@@ -396,7 +401,7 @@ class EngineClient:
                 f"one for each of the {len(output_ids)} output ids (SGLang 0.5.15 loses the first one of a request that "
                 "was retracted, output_streamer.py:444)",
             )
-        log_probs = tuple(self._finite(f"{where} output_token_logprobs[{i}]", e[0]) for i, e in enumerate(entries))
+        log_probs = self._finites(f"{where} output_token_logprobs", [e[0] for e in entries])
         if [e[1] for e in entries] != output_ids:
             raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
         return (), log_probs, ()
@@ -417,11 +422,9 @@ class EngineClient:
             )
         ids = tuple(int(e[1]) for e in entries)
         # SGLang reports nothing for the first position, whatever was computed for it.
-        log_probs = tuple(
-            None if i == 0 and e[0] is None else self._finite(f"{where} input_token_logprobs[{i}]", e[0])
-            for i, e in enumerate(entries)
-        )
-        return log_probs, ids
+        values = [e[0] for e in entries]
+        unread = (None,) if values and values[0] is None else ()
+        return (*unread, *self._finites(f"{where} input_token_logprobs", values[len(unread) :], len(unread))), ids
 
     def _tandem(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, count: int
@@ -456,11 +459,13 @@ class EngineClient:
         if not request.return_logprob:
             return authors, (), ()
         name = f"{where} {handoff_wire.REPORT}"
-        log_probs = tuple(self._finite(f"{name}[{i}] log-prob", e[1]) for i, e in enumerate(entries))
+        log_probs = self._finites(name, [e[1] for e in entries], what=" log-prob")
         try:
             seniors = handoff_wire.senior_log_probs(entries)
         except ValueError as error:
             raise self._bad(name, str(error), "late log-probs of tokens that were reported") from None
+        if _are_finite(seniors):
+            return authors, log_probs, tuple(seniors)
         return (
             authors,
             log_probs,
@@ -529,14 +534,49 @@ class EngineClient:
         if not isinstance(entry, list):
             raise self._bad(where, entry, "a list of [log-prob, id, text]")
         values = [e[0] for e in entry]
-        if set(map(type, values)) == {float} and math.isfinite(sum(values)):
+        if _are_finite(values):
             return tuple(zip(values, [int(e[1]) for e in entry], strict=True))
         return tuple((self._finite(where, e[0]), int(e[1])) for e in entry)
+
+    def _finites(self, where: str, values: Sequence[Any], first: int = 0, what: str = "") -> tuple[float, ...]:
+        """`_finite` of all; the place of one in a message counts from `first`."""
+        if _are_finite(values):
+            return tuple(values)
+        return tuple(self._finite(f"{where}[{i}]{what}", value) for i, value in enumerate(values, first))
 
     def _finite(self, where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self._bad(where, value, "a finite log-prob")
         return float(value)
+
+
+def _are_finite(values: Sequence[Any]) -> bool:
+    """True for finite floats alone (none, ints, or a sum past the largest float: look at each)."""
+    return set(map(type, values)) == {float} and math.isfinite(sum(values))
+
+
+_IDS = ("input_ids", "token_ids_logprob")
+"""The parts of a request that are long: ids and nothing else."""
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null: it is given ids alone."""
+    ids = {name: content[name] for name in _IDS if name in content}
+    if orjson is None or not ids:
+        return json.dumps(content, allow_nan=False).encode()
+    rest = json.dumps({name: value for name, value in content.items() if name not in ids}, allow_nan=False).encode()
+    return b"%s%s%s" % (rest[:-1], b", " if len(rest) > 2 else b"", orjson.dumps(ids)[1:])
+
+
+def _decoded(raw: bytes) -> Any:
+    """What an answer says; ValueError where it is no JSON.
+
+    What orjson refuses is left to `json`: NaN and Infinity, which are complained of by the place at which they stand.
+    """
+    if orjson is not None:
+        with contextlib.suppress(ValueError):
+            return orjson.loads(raw)
+    return json.loads(raw)
 
 
 def _rule_of(request: GenerateRequest) -> str:

@@ -20,9 +20,9 @@ _DROPPED_FIELDS = "look at that server's log (some routers drop log-prob fields:
 def check_log_probs(author: int, result: GenerateResult) -> None:
     """One finite log-prob for every token of the answer."""
     n, values = len(result.output_ids), result.output_log_probs
-    bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-    if len(values) == n and bad is None:
+    if len(values) == n and all(map(math.isfinite, values)):
         return
+    bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
     what = f"{len(values)} for {n} tokens" if bad is None else f"{values[bad]} at token {bad}"
     raise EngineError(
         f"{ROLE[author]} output log-probs of {result.rid}", what, "one finite log-prob per token", _DROPPED_FIELDS
@@ -41,7 +41,7 @@ def check_not_empty(author: int, result: GenerateResult, taken: int) -> None:
 
 
 def proven_authors(result: GenerateResult, open_run: OpenRun, key: SampleKey, written: int) -> list[int]:
-    """The authors [n] that a fused engine reports, proven equal to the rule's, token by token.
+    """The authors [n] that a fused engine reports, proven equal to the rule's for every token.
 
     `open_run`: where the response of sample `key` stands, with `written` tokens.
     """
@@ -53,17 +53,17 @@ def proven_authors(result: GenerateResult, open_run: OpenRun, key: SampleKey, wr
             "one of each per token",
             "check that the server was started by `slime-tandem serve --fused`",
         )
-    at = open_run.copy()
-    for i, (token, author) in enumerate(zip(result.output_ids, result.authors, strict=True)):
-        if author != at.author:
-            raise EngineError(
-                f"author of response token {written + i} of {key}, author key {at.akey:016x}, run {at.run}",
-                author,
-                f"{at.author}, what the rule prescribes",
-                "report this with the engine's version and log: the sample was rejected",
-            )
-        at.advance(token)
-    return list(result.authors)
+    expected, runs = open_run.authors_of(result.output_ids)
+    reported = list(result.authors)
+    if reported != (due := expected.tolist()):
+        i = next(i for i, (a, b) in enumerate(zip(reported, due, strict=True)) if a != b)
+        raise EngineError(
+            f"author of response token {written + i} of {key}, author key {open_run.akey:016x}, run {runs[i]}",
+            reported[i],
+            f"{due[i]}, what the rule prescribes",
+            "report this with the engine's version and log: the sample was rejected",
+        )
+    return reported
 
 
 def scores_of(result: GenerateResult, ids: Sequence[int], first: int) -> list[float]:

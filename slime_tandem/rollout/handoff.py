@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from slime_tandem.config import AuthorSchedule, TandemConfig
 from slime_tandem.strategies import Mark, find_strategy
-from slime_tandem.types import JUNIOR, SENIOR, SampleKey
+from slime_tandem.types import JUNIOR, SENIOR, IntArray, SampleKey
 
 _M32 = 0xFFFFFFFF
 _M64 = 0xFFFFFFFFFFFFFFFF
@@ -32,6 +34,14 @@ def mix32(x: int) -> int:
     x ^= x >> 15
     x = (x * 0x846CA68B) & _M32
     return x ^ (x >> 16)
+
+
+def _mix32_all(x: IntArray) -> IntArray:
+    """`mix32` of every entry, all in [0, 2^32)."""
+    y = x.astype(np.uint64)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        y = ((y ^ (y >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(_M32)
+    return (y ^ (y >> np.uint64(16))).astype(np.int64)
 
 
 def _mix64(x: int) -> int:
@@ -148,6 +158,37 @@ class HandoffRule:
                 return n
         return None
 
+    def runs_of(self, tokens: Sequence[int], run: int, length: int) -> tuple[IntArray, int, int]:
+        """(run of each token [n], the open run after them, its length), where run `run` holds `length` tokens before them.
+
+        >>> runs, run, length = HandoffRule.of("word", 0.5, 3, 16, {1}).runs_of([5, 1, 5, 5, 5, 5], 4, 1)
+        >>> runs.tolist(), run, length
+        ([4, 4, 5, 5, 5, 6], 6, 1)
+        """
+        n = len(tokens)
+        ends = np.fromiter(map(self.boundary.__contains__, tokens), np.bool_, n)
+        # Stretches between boundaries; a cap cuts each into runs of `cap` tokens, the first one counts what is there already.
+        stretch = np.concatenate(([0], np.cumsum(ends)))
+        first = np.concatenate(([-length], np.flatnonzero(ends) + 1))
+        within = np.arange(n + 1) - first[stretch]
+        cut, left = (np.zeros_like(within), within) if self.cap is None else np.divmod(within, self.cap)
+        closed = np.concatenate(([run], 1 + cut[:-1][ends])).cumsum()
+        runs = closed[stretch] + cut
+        return runs[:n], int(runs[n]), int(left[n])
+
+    def authors(self, akey: int, runs: IntArray) -> IntArray:
+        """`author` of each of `runs` [n], ascending; every run is drawn once."""
+        if not len(runs):
+            return np.zeros(0, dtype=np.int64)
+        first = int(runs[0])
+        numbers = np.arange(first, int(runs[-1]) + 1)
+        if self.alternates:
+            drawn = np.where(numbers % 2, JUNIOR, SENIOR)
+        else:
+            u = _mix32_all((akey & _M32) ^ _mix32_all((numbers + (akey >> 32)) & _M32))
+            drawn = np.where(u < round(self.prob_senior * 2**32), SENIOR, JUNIOR)
+        return drawn[runs - first]
+
     def authorship(
         self,
         key: SampleKey,
@@ -161,20 +202,21 @@ class HandoffRule:
         `inserted` spans `[start, stop)` hold text that nobody sampled: 0 there, and the next run starts after them.
         From each of `fallback_starts` (`TandemSample.fallback_starts`) to its run's end the senior wrote in the junior's place.
         """
-        akey, run, length, fallen = author_key(key), 0, 0, False
-        foreign = {i for start, stop in inserted for i in range(start, stop)}
-        mask = []
-        for i, token in enumerate(tokens):
-            if i in foreign:
-                run, length, fallen = run + (length > 0), 0, False
-                mask.append(0)
-                continue
-            fallen = fallen or i in fallback_starts
-            mask.append(SENIOR if fallen else self.author(akey, run))
-            length += 1
-            if self.ends_run(token, length):
-                run, length, fallen = run + 1, 0, False
-        return tuple(mask)
+        ids = list(tokens)
+        akey, run, length, starts = author_key(key), 0, 0, set(fallback_starts)
+        mask = np.zeros(len(ids), dtype=np.int64)
+        sampled = np.ones(len(ids), dtype=np.bool_)
+        for start, stop in inserted:
+            sampled[start:stop] = False
+        edges = np.flatnonzero(np.diff(sampled, prepend=False, append=False)).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            run, length = run + (length > 0), 0
+            runs, run, length = self.runs_of(ids[start:stop], run, length)
+            piece = self.authors(akey, runs)
+            for at in (at for at in starts if start <= at < stop):
+                piece[at - start :][runs[at - start :] == runs[at - start]] = SENIOR
+            mask[start:stop] = piece
+        return tuple(mask.tolist())
 
 
 @dataclass(slots=True)
@@ -209,6 +251,19 @@ class OpenRun:
         self.length += 1
         if self.rule.ends_run(token, self.length):
             self._next()
+
+    def authors_of(self, tokens: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """(authors, runs) [n] of the tokens that follow; the place stays."""
+        runs, _, _ = self.rule.runs_of(tokens, self.run, self.length)
+        authors = self.rule.authors(self.akey, runs)
+        if self.fallen:
+            authors[runs == self.run] = SENIOR
+        return authors, runs
+
+    def advance_all(self, tokens: Sequence[int]) -> None:
+        """`advance` by each of `tokens`."""
+        _, run, self.length = self.rule.runs_of(tokens, self.run, self.length)
+        self.run, self.fallen = run, self.fallen and run == self.run
 
     def interrupt(self) -> None:
         """After text that nobody sampled: what follows is a new run."""

@@ -1,6 +1,6 @@
 """What has been written of one response, token by token, and the sample it becomes. Knows no engine and no rule.
 
-Every list that has an entry per token grows in `append` and `insert` alone, so that they stay equally long.
+Every list that has an entry per token grows in `append`, `extend` and `insert` alone, so that they stay equally long.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ class Transcript:
         self.log_probs.append(log_prob)
         self.kept_ids.append(kept)
         self.senior_log_probs.append(None)
+
+    def extend(
+        self, ids: Sequence[int], authors: Sequence[int], log_probs: Sequence[float], kept: Sequence[tuple[int, ...]]
+    ) -> None:
+        """`append` of each [n]."""
+        assert len(ids) == len(authors) == len(log_probs) == len(kept)
+        self.ids += ids
+        self.authors += authors
+        self.log_probs += log_probs
+        self.kept_ids += kept
+        self.senior_log_probs += [None] * len(ids)
 
     def insert(self, ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
         """Add text that nobody sampled, which shows these messages; nothing for no ids."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from slime_tandem.config import SamplingConfig
 from slime_tandem.errors import DataError, EngineError
 from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff, table_fingerprint
@@ -29,6 +31,8 @@ from slime_tandem.types import JUNIOR, SENIOR, FinishReason, Message, Prompt, Sa
 
 _MAX_STOP_IDS = 64
 """Boundary ids that do not show in the text travel with each request up to this number; else the answer is cut here."""
+_AT_ONCE = 32
+"""Answers from this length on are taken as a whole: arrays cost more than a few tokens one by one."""
 _TOKENS_WITHOUT_STOP = 16
 """Tokens per request where the server cannot stop at the boundary: mean runs are shorter, what is past a handoff is dropped."""
 
@@ -87,7 +91,7 @@ class TandemWriter:
     """One response in the making.
 
     Ask `next_request()` who writes next and what to send, give the answer to `accept()`, until `done`; then `sample()`.
-    Every token is checked against the authorship rule as it arrives.
+    The authors of an answer are checked against the rule as it arrives.
 
     >>> tokens = TokenBytes((None, b"a", b" b"), special=frozenset({0}), eos_ids=frozenset({0}))
     >>> rule = HandoffRule.of("word", 1.0, 32, 16, boundary={2})
@@ -114,7 +118,7 @@ class TandemWriter:
         self._open = OpenRun(options.rule, author_key(key))
         self._seed = sampling_seed(key)
         self._stops = [stop.encode() for stop in options.sampling.stop]
-        self._turn = bytearray()  # text of the current turn, for stop strings that cross a handoff
+        self._turn = bytearray()  # text of the current turn, for stop strings, if any, that cross a handoff
         self._cut = 0  # bytes at the end of the text that belong to a stop string
         self._asked: int | None = None
         self._finish: FinishReason | None = None
@@ -236,7 +240,7 @@ class TandemWriter:
         s, t, at = self.options.sampling, self.transcript, self._open
         score = author == SENIOR and self._lacks_scores
         fused = self.options.fused and budget > 0
-        name = f"{self.key.seed}-{self.key.rollout_id}-{self.key.sample_index}"
+        name = self.key.name
         return author, GenerateRequest(
             rid=f"{name}-{t.requests}",
             input_ids=context,
@@ -310,6 +314,10 @@ class TandemWriter:
             ids, log_probs, complete = translation.ids, translation.log_probs, translation.complete
             authors = [author] * len(ids)
         kept_ids = result.kept_ids if author == SENIOR and result.kept_ids else [()] * len(ids)
+        if len(ids) >= _AT_ONCE:
+            n = 0 if self._finish else self._extend(ids, log_probs, kept_ids, authors)
+            self.transcript.discarded += len(ids) - n
+            return complete
         for token, log_prob, kept, written_by in zip(ids, log_probs, kept_ids, authors, strict=True):
             if self._finish is None and self._open.author == written_by:
                 self._append(token, log_prob, kept)
@@ -340,7 +348,7 @@ class TandemWriter:
     def _append(self, token: int, log_prob: float, kept: tuple[int, ...]) -> None:
         """Add the next author's token, and see whether turn, response or run end with it."""
         self.transcript.append(token, self._open.author, log_prob, kept)
-        data = self.options.tokens.of(token) or b""
+        data = (self.options.tokens.of(token) or b"") if self._stops else b""
         self._turn += data
         if token in self.options.tokens.eos_ids:
             self._finish = "stop"
@@ -349,6 +357,43 @@ class TandemWriter:
         elif len(self.transcript) >= self.options.sampling.max_new_tokens:
             self._finish = "length"
         self._open.advance(token)
+
+    def _extend(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        kept: Sequence[tuple[int, ...]],
+        authors: Sequence[int],
+    ) -> int:
+        """`_append` of all that the rule lets stand; how many these are."""
+        due, _ = self._open.authors_of(ids)
+        n = min(len(ids), self.options.sampling.max_new_tokens - len(self.transcript))
+        strangers = np.flatnonzero(due[:n] != np.asarray(authors[:n]))
+        n = int(strangers[0]) if len(strangers) else n
+        end = next((i for i, token in enumerate(ids[:n]) if token in self.options.tokens.eos_ids), None)
+        n = n if end is None else end + 1
+        cut = 0
+        if self._stops:
+            data = [self.options.tokens.of(token) or b"" for token in ids[:n]]
+            size = len(self._turn)
+            self._turn += b"".join(data)
+            at = [self._turn.find(s, max(0, size - len(s) + 1)) + len(s) for s in self._stops]
+            if ends := [e for e, s in zip(at, self._stops, strict=True) if e >= len(s)]:
+                sizes = size + np.cumsum([len(d) for d in data])
+                stopped = int(np.searchsorted(sizes, min(ends)))  # the first token with which a stop string is whole
+                if stopped != end:  # an end of turn is seen first
+                    n, end = stopped + 1, None
+                    del self._turn[int(sizes[stopped]) :]
+                    cut = self._stop_string(len(data[stopped]))
+        self.transcript.extend(ids[:n], due[:n].tolist(), log_probs[:n], kept[:n])
+        if end is not None:
+            self._finish = "stop"
+        elif cut:
+            self._finish, self._cut = "stop", cut
+        elif len(self.transcript) >= self.options.sampling.max_new_tokens:
+            self._finish = "length"
+        self._open.advance_all(ids[:n])
+        return n
 
     def _stop_string(self, added: int) -> int:
         """Bytes from the first stop string that the last `added` bytes completed to the end; 0: none."""

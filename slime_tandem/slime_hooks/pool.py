@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any, Self
 
 import aiohttp
@@ -78,7 +78,8 @@ class WorkerPool:
     def worker_of(self, request: GenerateRequest) -> str:
         """The worker of a request's response: always the same one, as long as the workers are the same."""
         name = (request.conversation or request.rid).encode()
-        return max(self._clients, key=lambda url: zlib.crc32(url.encode() + name))
+        # Of a linear sum like CRC-32 the order of the workers follows from their addresses: some would get twice their share.
+        return max(self._clients, key=lambda url: blake2b(url.encode() + b"\0" + name, digest_size=8).digest())
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """As `EngineClient.generate`, each request by its response's worker."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from slime_tandem.config import RunConfig, SamplingConfig
@@ -143,6 +145,11 @@ class Runtime:
         """The senior's template, with the variables that slime renders prompts with."""
         return self.roster.student.chat(self.template_kwargs)
 
+    @cached_property
+    def _places(self) -> asyncio.Semaphore:
+        """For samples that are scored at once: slime scores each in a call of its own, a `Teacher` counts within a call."""
+        return asyncio.Semaphore(self.roster.config.opd.concurrency * self.roster.config.engine.max_batch)
+
     async def score(self, sample: Any) -> None:
         """Ask the teachers about a finished sample, and keep what they say in it."""
         assert self.panel is not None, "opd.enabled"
@@ -154,7 +161,8 @@ class Runtime:
                 "the raw chat, a teacher renders it with its own template",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
-        (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
+        async with self._places:
+            (scores,) = await self.panel.score([response], self._shared(self.engines[SENIOR]))
         wire.put_scores(sample, scores)
 
 
@@ -251,7 +259,21 @@ async def connect(args: Any) -> Runtime:
         panel = TeacherPanel(teachers, roster.scoring)
     kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
     roster.environments.template_kwargs = kwargs
+    settle_collector()
     return Runtime(roster, engines, panel, lambda: _aborted(args), kwargs)
+
+
+def settle_collector() -> None:
+    """Let the cyclic collector leave alone what is here by now: libraries, tokenizers, tables.
+
+    Answers with lists make it run often, and each full search of everything would stop the event loop
+    (docs/results/manager-cost.md). For good: the process ends with the job. What is garbage now is collected first; what
+    of the rest becomes garbage in cycles is kept. New containers are searched by 50,000 instead of 700: an answer brings
+    100,000 that live as long as it does.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 5, 10)
 
 
 def _aborted(args: Any) -> bool:

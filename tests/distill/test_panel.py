@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
+from slime_tandem.distill.candidates import ExactQuery, _columns, exact_log_probs, missing_on, top_of
 from slime_tandem.distill.panel import TeacherPanel, combine, student_candidates
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher, describe_special, response_log_probs
 from slime_tandem.errors import (
@@ -408,6 +411,46 @@ def test_windows_hold_so_many_values_at_most() -> None:
     assert not isinstance(got, TeacherScoreError)
     assert [set(g) for g in got] == [set(w) for w in wanted]
     assert [len(r.token_ids_logprob or ()) for r in senior.batches[0]] == [300, 100]
+
+
+lists = st.dictionaries(st.integers(0, 30), st.sampled_from([-3.0, -1.5, -0.25, -0.0, 0.0]), max_size=6)
+
+
+@given(
+    st.lists(st.tuples(lists, lists), max_size=12), st.lists(st.integers(-1, 30), min_size=1, max_size=25), st.randoms()
+)
+def test_what_a_side_lacks_is_what_the_other_lists_and_it_does_not(
+    pairs: list[tuple[dict[int, float], dict[int, float]]], table: list[int], rng: random.Random
+) -> None:
+    own, other = [a for a, _ in pairs], [b for _, b in pairs]
+    at = rng.sample(range(len(own)), rng.randint(0, len(own)))
+    partner = [rng.randrange(len(other)) for _ in at]
+    got = missing_on(own, other, np.array(table, dtype=np.int64), at, partner)
+    expected = [frozenset[int]()] * len(own)
+    for i, j in zip(at, partner, strict=True):
+        mapped = {table[t] for t in other[j] if t < len(table)} - {-1}
+        expected[i] = frozenset(mapped - set(own[i]))
+    assert got == expected
+
+
+@given(st.lists(lists.filter(lambda entries: len(entries) >= 2), max_size=8), st.booleans())
+def test_the_best_of_each_list_are_taken_likeliest_first(known: list[dict[int, float]], alike: bool) -> None:
+    if alike:
+        known = [dict(list(entries.items())[:2]) for entries in known]
+    ids, values = _columns(known, 2)
+    expected = [sorted(entries.items(), key=lambda e: (-e[1], e[0]))[:2] for entries in known]
+    assert [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)] == expected
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf, 0.5])
+def test_a_list_with_a_value_that_is_none_is_refused(bad: float | None) -> None:
+    whole = GenerateResult("r", (), (), "length", "1", input_top_logprobs=(((-1.0, 4), (-2.0, 5)),))
+    assert top_of(whole, 1, "teacher") == [{4: -1.0, 5: -2.0}]
+    tiny = dataclasses.replace(whole, input_top_logprobs=(((5e-5, 4), (-1e308, 5), (-1e308, 6)),))
+    assert top_of(tiny, 1, "teacher") == [{4: 0.0, 5: -1e308, 6: -1e308}]
+    broken = dataclasses.replace(whole, input_top_logprobs=(((-1.0, 4), (bad, 5)),))  # type: ignore[arg-type]
+    with pytest.raises(TeacherScoreError, match="response position 0, candidate 5"):
+        top_of(broken, 1, "teacher")
 
 
 # ---- several teachers ----

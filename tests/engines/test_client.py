@@ -7,10 +7,13 @@ import json
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_tandem.engines import client as client_module
 from slime_tandem.engines.client import EngineClient
@@ -386,3 +389,49 @@ def test_a_server_that_scores_at_temperature_one_is_refused_where_another_was_as
     result, _, received = play([say([scored])], lambda c: c.generate([request]))
     assert result[0].input_ids[-1] == 3
     assert received[0]["sampling_params"][0]["custom_params"] == {"input_temperature": 0.5}
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters()), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(JSONS)
+def test_an_answer_is_read_as_the_standard_library_reads_it(value: object) -> None:
+    """NaN, infinities and lone surrogates included, whichever library reads it first."""
+    raw = json.dumps(value).encode()
+    assert repr(client_module._decoded(raw)) == repr(json.loads(raw))
+    for broken in (raw[:-1] + b"\xff", b"[" + raw, raw + b"]"):
+        with pytest.raises(ValueError):  # noqa: PT011 - either library's
+            client_module._decoded(broken)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["rid", "sampling_params", "top_logprobs_num"]), JSONS),
+    st.dictionaries(
+        st.sampled_from(["input_ids", "token_ids_logprob"]), st.lists(st.lists(st.integers(0, 2**20)).map(tuple))
+    ),
+)
+def test_a_request_says_the_same_whoever_writes_it(rest: dict[str, object], ids: dict[str, object]) -> None:
+    content = {**rest, **ids}
+    try:
+        plain = json.loads(json.dumps(content, allow_nan=False))
+    except ValueError:
+        with pytest.raises(ValueError, match="JSON compliant"):
+            client_module._encoded(content)
+        return
+    assert json.loads(client_module._encoded(content)) == plain
+    with mock.patch.object(client_module, "orjson", None):
+        assert json.loads(client_module._encoded(content)) == plain
+
+
+def test_numbers_are_finite_one_by_one_where_their_sum_is_not() -> None:
+    made = EngineClient("http://engine")
+    assert made._finites("x", [-1e308, -1e308, -1e308]) == (-1e308, -1e308, -1e308)
+    assert made._finites("x", [-1, -0.5]) == (-1.0, -0.5)
+    assert made._finites("x", []) == ()
+    for bad in (math.nan, -math.inf, None, "0", True):
+        with pytest.raises(EngineError, match=r"x\[3\] what"):
+            made._finites("x", [-1.0, bad], first=2, what=" what")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem.config import AuthorSchedule, TandemConfig
-from slime_tandem.rollout.handoff import HandoffRule, author_key, mix32, sampling_seed
+from slime_tandem.rollout.handoff import HandoffRule, OpenRun, author_key, mix32, sampling_seed
 from slime_tandem.strategies import STRATEGIES
 from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 
@@ -187,3 +187,50 @@ def test_sentence_in_turns_is_the_authors_sampler(key: SampleKey, ids: list[int]
     rule = HandoffRule.of("sentence", 0.5, 32, 16, boundary, schedule="alternate")
     theirs = [SENIOR if sum(t in boundary for t in ids[:i]) % 2 == 0 else JUNIOR for i in range(len(ids))]
     assert list(rule.authorship(key, ids)) == theirs
+
+
+def token_by_token(
+    rule: HandoffRule, key: SampleKey, ids: list[int], inserted: list[tuple[int, int]], fallback_starts: set[int]
+) -> list[int]:
+    """`HandoffRule.authorship`, one token after the other."""
+    at, mask = OpenRun(rule, author_key(key)), []
+    for i, token in enumerate(ids):
+        if any(start <= i < stop for start, stop in inserted):
+            at.interrupt()
+            mask.append(0)
+            continue
+        at.fallen = at.fallen or i in fallback_starts
+        mask.append(at.author)
+        at.advance(token)
+    return mask
+
+
+spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=3)
+
+
+@given(rules, keys, tokens, spans, st.frozensets(st.integers(0, 60), max_size=4))
+def test_the_authors_of_a_whole_response_are_those_of_its_tokens_in_turn(
+    rule: HandoffRule, key: SampleKey, ids: list[int], inserted: list[tuple[int, int]], starts: frozenset[int]
+) -> None:
+    expected = tuple(token_by_token(rule, key, ids, inserted, set(starts)))
+    assert rule.authorship(key, ids, inserted=inserted, fallback_starts=starts) == expected
+    assert rule.authorship(key, ids, inserted=iter(inserted), fallback_starts=sorted(starts)) == expected
+
+
+@given(rules, keys, tokens, tokens, st.booleans())
+def test_many_tokens_move_an_open_run_as_one_by_one(
+    rule: HandoffRule, key: SampleKey, before: list[int], ids: list[int], fallen: bool
+) -> None:
+    at = OpenRun(rule, author_key(key))
+    for token in before:
+        at.advance(token)
+    at.fallen = fallen
+    start, whole, seen = at.copy(), at.copy(), []
+    for token in ids:
+        seen.append((at.author, at.run))
+        at.advance(token)
+    authors, runs = whole.authors_of(ids)
+    assert list(zip(authors.tolist(), runs.tolist(), strict=True)) == seen
+    assert whole == start, "the place stays"
+    whole.advance_all(ids)
+    assert whole == at

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from slime_tandem.errors import (
     WeightVersionError,
 )
 from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.rollout import writer as writer_module
 from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.rollout.drive import MOST_ABORTS, write_lockstep, write_one
 from slime_tandem.rollout.handoff import HandoffRule, author_key
@@ -229,6 +231,81 @@ def test_lockstep_writes_what_single_tasks_write(
     for engine in who.values():
         assert len(engine.batches) <= len(rounds), "one batched request per engine and round"
         assert all(engine.batches), "nobody is asked for nothing"
+
+
+endings = st.lists(st.sampled_from(["a b", "b a", " ", "x", "xx a", "\n\n", "c d"]), max_size=2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**scenarios, stop=endings)
+def test_a_long_answer_taken_as_a_whole_is_the_one_taken_token_by_token(
+    strategy: str, prob: float, gap: int, chunk: int, cap: int, seed: int, manners: str, custom: bool, stop: list[str]
+) -> None:
+    rule = make_rule(strategy, prob, gap, chunk, frozenset({2, 5, 11}) if custom else None)
+
+    def wrote(at_once: int) -> TandemSample:
+        with mock.patch.object(writer_module, "_AT_ONCE", at_once):
+            return one(writer(SampleKey(seed, 1, 2), rule, cap, custom, tuple(stop)), engines(manners=manners))
+
+    assert wrote(1) == wrote(10**9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, len(TABLE) - 1), min_size=1, max_size=40),
+    parts=st.lists(st.integers(1, 40), max_size=3),
+    cap=st.integers(1, 40),
+    strategy=st.sampled_from(tuple(STRATEGIES)),
+    stop=endings,
+    unread=st.integers(0, 60),
+)
+def test_a_fused_answer_taken_as_a_whole_is_the_one_taken_token_by_token(
+    ids: list[int], parts: list[int], cap: int, strategy: str, stop: list[str], unread: int
+) -> None:
+    key, rule = SampleKey(3, 1, 2), make_rule(strategy)
+    due = rule.authorship(key, ids)
+
+    def wrote(at_once: int) -> tuple[object, ...]:
+        w, at = writer(key, rule, cap, stop=tuple(stop), fused=True), 0
+        with mock.patch.object(writer_module, "_AT_ONCE", at_once):
+            for n in [*parts, len(ids)]:
+                _, request = w.next_request()
+                part = slice(at, at + n)
+                log_probs = tuple(-1.0 - i for i in range(len(ids)))[part]
+                scores: tuple[float | None, ...] = tuple(
+                    None if i >= unread and due[i] == JUNIOR else -1.0 - i for i in range(len(ids))
+                )[part]
+                given = request.input_ids[request.logprob_start_len :] if request.logprob_start_len >= 0 else ()
+                if not log_probs:
+                    break
+                w.accept(
+                    GenerateResult(
+                        request.rid, tuple(ids[part]), log_probs, "length", f"v{at}", authors=due[part],
+                        senior_log_probs=scores, input_ids=given, input_log_probs=(-0.5,) * len(given),
+                    )
+                )  # fmt: skip
+                at = len(w.response_ids)
+                if w.finish_reason is not None:
+                    break
+        open_run = (w._open.run, w._open.length, w._open.fallen)
+        return (dataclasses.asdict(w.transcript), w.finish_reason, w._cut, bytes(w._turn), open_run)
+
+    assert wrote(1) == wrote(10**9)
+
+
+def test_a_wrong_author_in_a_long_fused_answer_is_named_by_its_place() -> None:
+    key, rule = SampleKey(3, 1, 2), make_rule("word")
+    ids = (2, 3) * 40
+    due = list(rule.authorship(key, ids))
+    due[50] = 1 - due[50]
+    w = writer(key, rule, 100, fused=True)
+    _, request = w.next_request()
+    result = GenerateResult(
+        request.rid, ids, (-1.0,) * 80, "length", "v", authors=tuple(due), senior_log_probs=(-1.0,) * 80
+    )
+    with pytest.raises(EngineError, match=r"author of response token 50 of .*, run 25=0: "):
+        w.accept(result)
+    assert w.response_ids == []
 
 
 CLEAN = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import inspect
 import itertools
@@ -523,3 +524,45 @@ def test_the_data_source_trusts_no_code_of_a_model_folder_unasked(
         settings.use(args, RunConfig.load(overrides=[f"models.trust_remote_code={str(wanted).lower()}"]))
         module.MessagesDataSource(args)
     assert trusted == [False, True]
+
+
+def test_so_many_samples_are_scored_at_once_whoever_asks(sample_class: Any, scripted: Any) -> None:
+    """slime scores each sample by a call of its own; `opd.concurrency` requests of `engine.max_batch` are the bound."""
+    inside: list[int] = []
+
+    class Panel:
+        now = 0
+
+        async def score(self, samples: Any, senior: Any) -> list[Any]:
+            self.now += 1
+            inside.append(self.now)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self.now -= 1
+            return [TeacherScoreError("teacher", "x", "y", "z")]
+
+    install({SENIOR: scripted(1, 0), JUNIOR: scripted(3, 0)})
+    made = roster("opd.concurrency=2", "engine.max_batch=3")
+    team = runtime.Runtime(made, {SENIOR: scripted(1, 0)}, Panel(), lambda: False)  # type: ignore[arg-type]
+    samples = [
+        generate(Namespace(), sample_class(index=i, prompt=[{"role": "user", "content": "x"}], label="2", tokens=[1]))
+        for i in range(20)
+    ]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(team.score(s) for s in samples))
+
+    asyncio.run(all_at_once())
+    assert len(inside) == 20
+    assert max(inside) == 6
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_first_sample() -> None:
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    try:
+        runtime.settle_collector()
+        assert gc.get_freeze_count() > before + 10_000, "what was imported"
+        assert gc.get_threshold()[0] > thresholds[0]
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
 from slime_tandem.errors import ConfigError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.slime_hooks.pool import WorkerPool
@@ -102,3 +104,42 @@ def test_what_cannot_be_used_is_refused(workers: list[Any], status: int, error: 
 
     with pytest.raises(error, match=message):
         with_router(workers, use, status)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 10, 100])
+def test_responses_are_spread_evenly_whatever_the_workers_are_called(stride: int) -> None:
+    async def use(pool: WorkerPool) -> list[int]:
+        names = [f"7-{i // 64}-{i}" for i in range(4000)]
+        served = Counter(pool.worker_of(GenerateRequest("r", (1,), 1, conversation=name)) for name in names)
+        return list(served.values())
+
+    counts = with_router(urls(*(f"10.0.0.1:{15000 + stride * i}" for i in range(8))), use)
+    assert len(counts) == 8
+    # 500 on average, 21 the deviation of a fair draw.
+    assert min(counts) > 400
+    assert max(counts) < 600
+
+
+def test_exact_values_of_a_response_are_asked_for_where_it_was_read() -> None:
+    async def use(pool: WorkerPool) -> Any:
+        query = ExactQuery("score-1-2-3", [9], [2] * 100, [frozenset({1})] * 100, "1-2-3")
+        await exact_log_probs(pool, [query], role="teacher")
+
+    asked: list[GenerateRequest] = []
+
+    class Reading(WorkerPool):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            asked.extend(requests)
+            return [
+                GenerateResult(
+                    r.rid, (), (), "length", "1", input_token_ids_logprobs=(((-1.0, 1),),) * (len(r.input_ids))
+                )
+                for r in requests
+            ]
+
+    pool = Reading("http://router", Client, role="teacher")  # type: ignore[arg-type]
+    pool._clients = {f"http://{i}": Client(f"http://{i}") for i in range(8)}  # type: ignore[misc]
+    asyncio.run(use(pool))
+    whole = GenerateRequest("score-1-2-3", (9,), 0, conversation="1-2-3")
+    assert len(asked) > 3, "several windows"
+    assert {pool.worker_of(r) for r in asked} == {pool.worker_of(whole)}
