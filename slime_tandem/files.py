@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from slime_tandem.errors import DataError, RunDirError, printable
+from slime_tandem.errors import ConfigError, DataError, RunDirError, printable
 
 T = TypeVar("T")
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
@@ -43,6 +43,18 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def resolved(path: Path, field: str) -> Path:
+    """The path without links; raises ConfigError, which names `field`, for links in a circle and for what is no path."""
+    try:
+        return path.resolve()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a circle is a RuntimeError until Python 3.13, a NUL a ValueError
+        raise ConfigError(field, str(path), f"a path that leads to one place ({error})", "correct it") from None
+
+
 def require_place(path: Path, field: str) -> None:
     """Refuse before the work, not after it, a file that could not be written: raises RunDirError, which names `field`."""
     if path.is_dir() or not path.parent.is_dir():
@@ -53,7 +65,7 @@ def read_text(path: Path, what: str) -> str:
     """The text of a UTF-8 file; raises DataError, which names `what` it should have been, for one that cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a NUL in the path, or no UTF-8
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise DataError(what, str(path), f"a readable UTF-8 file ({why})", "restore the file") from None
 
@@ -82,7 +94,10 @@ def csv_cell(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = printable(cell)  # a carriage return, which csv does not quote, would begin a row
-    return f"'{text}" if text.lstrip(" ")[:1] in tuple("=+-@\t\n") else text
+    begins = text.lstrip("\ufeff").lstrip()[
+        :1
+    ]  # white space of any kind; a full-width sign may be read as the plain one
+    return f"'{text}" if begins in tuple("=+-@\uff1d\uff0b\uff0d\uff20") or text[:1] in tuple("\t\n") else text
 
 
 def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slime_tandem import files
-from slime_tandem.errors import DataError, RunDirError
-from slime_tandem.files import parse_json, read_text, require_place, whole_file
+from slime_tandem.errors import ConfigError, DataError, RunDirError
+from slime_tandem.files import parse_json, read_text, require_place, resolved, whole_file
 
 
 def test_a_file_takes_its_place_when_the_block_ends(tmp_path: Path) -> None:
@@ -87,3 +87,12 @@ def test_a_text_of_json_is_bounded_in_length(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(files, "MOST_JSON", 10)
     with pytest.raises(ValueError, match="12 characters, more than 10"):
         parse_json('["12345678"]')
+
+
+def test_a_path_that_leads_nowhere_is_told(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "loop", Path("a\0b")):
+        with pytest.raises(ConfigError, match="leads to one place"):
+            resolved(path, "output")
+    with pytest.raises(DataError, match="readable UTF-8 file"):
+        read_text(Path("a\0b"), "FILE")

@@ -85,5 +85,5 @@ def _read_text(name: str) -> str:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         text.encode()  # standard input can hold what is no UTF-8 as half surrogate pairs
         return text
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, or a NUL in the name
         raise DataError("FILE", name, f"a readable UTF-8 text ({error})", "check the path") from None

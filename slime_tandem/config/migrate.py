@@ -21,7 +21,7 @@ import yaml
 
 from slime_tandem.config.load import compose_yaml, load_yaml
 from slime_tandem.errors import ConfigError, printable
-from slime_tandem.files import parse_json, whole_file
+from slime_tandem.files import parse_json, resolved, whole_file
 
 RENAMED: dict[str, str] = {
     # TandemConfig
@@ -307,7 +307,7 @@ def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[s
 
     With `write`, a changed file is replaced and the old one kept as `<name>.bak`, which must not exist yet. Raises ConfigError.
     """
-    path = path.resolve()  # through a link: the file changes, the link stays
+    path = resolved(path, "FILE")  # through a link: the file changes, the link stays
     kind = path.suffix.lower()
     try:
         if kind in (".pt", ".pth", ".bin"):

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
+from annotated_types import Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo, field_validator
 from pydantic_core import core_schema
 
 from slime_tandem.errors import ConfigError
 from slime_tandem.extensions import is_own
 
+LARGEST = 2**31 - 1
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -67,6 +69,15 @@ class Section(BaseModel):
     def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("another type than true or false")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _numbers_can_be_counted_to(cls, value: object, info: ValidationInfo) -> object:
+        """A count without a bound of its own has this one: no run is that long, and libraries fail in ways of their own."""
+        own = cls.model_fields[info.field_name].metadata if info.field_name else ()
+        if type(value) is int and abs(value) > LARGEST and not any(isinstance(m, (Le, Lt)) for m in own):
+            raise ValueError(f"a number of at most {LARGEST}")
         return value
 
     def misuses(self, path: str = "") -> Iterator[ConfigError]:

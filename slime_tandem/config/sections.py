@@ -151,7 +151,7 @@ class RewardConfig(Section):
         description="seconds of computing that scoring one answer may take; of waiting, too, for code of your own",
     )
     memory_mib: int = Field(
-        2048, ge=512, description="address space of a scoring process, in MiB; code of your own has no limit"
+        2048, ge=512, le=2**24, description="address space of a scoring process, in MiB; code of your own has no limit"
     )
     processes: int = Field(2, ge=1, le=256, description="most scoring processes; code of your own has one of its own")
 

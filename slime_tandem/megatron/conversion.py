@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
-from slime_tandem.files import read_json, record_of, whole_file
+from slime_tandem.files import read_json, record_of, resolved, whole_file
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, load_hf_config
 from slime_tandem.megatron.checkpoint import disk_is_full, file_sha256, fsync, load_sharded
 from slime_tandem.megatron.core import GPTModel, ensure_initialized
@@ -117,10 +117,9 @@ def _check_output(job: Job) -> None:
     output = job.output
     if output.name in ("", ".."):
         raise ConfigError("output", str(output), "a path that ends in a name", "name a new folder")
+    place = resolved(output, "output")
     for flag, folder in (("source", job.source), ("--like", job.like)):
-        if folder is not None and (
-            output.resolve() == folder.resolve() or output.resolve() in folder.resolve().parents
-        ):
+        if folder is not None and place in ((read := resolved(folder, flag)), *read.parents):
             raise ConfigError("output", str(output), f"a folder that does not hold {flag} {folder}", "choose another")
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ConfigError("output", str(output), "a folder, no link and no file", "choose another, or remove this one")

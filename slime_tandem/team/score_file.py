@@ -171,7 +171,7 @@ def read_responses(path: Path, student: ModelTokenizer) -> Iterator[tuple[Any, T
     """(id, sample) of each line; raises DataError with path and line number for the first bad one."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise DataError("FILE", str(path), f"a readable JSONL file ({why})", "check the path") from None
     number = 0

@@ -647,3 +647,10 @@ def test_names_of_ones_own_are_kept_and_nothing_is_imported() -> None:
 )  # fmt: skip
 def test_what_is_no_name_and_what_does_not_go_with_one(tree: dict[str, Any], says: str) -> None:
     assert says in problem(tree)
+
+
+@pytest.mark.parametrize("name", ["train.steps", "train.prompts_per_step", "sampling.max_new_tokens", "eval.prompts"])
+def test_a_number_that_nothing_can_count_to_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*at most 2147483647"):
+        RunConfig.load(overrides=[f"{name}={10**30}"])
+    assert RunConfig.load(overrides=[f"seed={2**62}"]).seed == 2**62, "it has a bound of its own"

@@ -33,3 +33,11 @@ def loaded() -> Callable[[], list[str]]:
     slime_tandem.tasks.formulas.prepare()
     slime_tandem.tasks.families._reasoning_gym()
     return lambda: sorted({name.split(".")[0] for name in sys.modules})
+
+
+def endless() -> Callable[[], None]:
+    def compute() -> None:
+        while True:
+            pass
+
+    return compute

@@ -163,19 +163,25 @@ def alive(pid: int) -> bool:
 PARENT = """
 import sys
 from slime_tandem.tasks.pool import Call, Limits, Pool, recipe
-pool = Pool(Limits(timeout_s=2.0, processes=1))
+sys.path.insert(0, sys.argv[2])
+pool = Pool(Limits(timeout_s=1000.0 if sys.argv[1] == "computing" else 2.0, processes=1))
 pool.ask([Call(recipe("functools", "partial", len), ("a",))])
 print(*pool.pids, flush=True)
 if sys.argv[1] == "busy":
     pool.ask([Call(recipe("functools", "partial", pow), (9, 9**9))])
+if sys.argv[1] == "computing":
+    pool.ask([Call(recipe("pool_functions", "endless"), ())])
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize("state", ["idle", "busy", "computing"])
 def test_no_process_outlives_a_parent_that_was_killed(state: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, state, str(Path(__file__).parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with parent:
         assert parent.stdout is not None
