@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 from slime_tandem.config import RewardConfig, TaskSpec
-from slime_tandem.errors import ConfigError, DataError, TandemError
+from slime_tandem.errors import ConfigError, DataError, TandemError, printable
 from slime_tandem.extensions import find, is_own, made, said
 from slime_tandem.tasks import labels
 from slime_tandem.tasks.answers import extract_answer, guarded, label_reward, quick_label_reward
@@ -103,7 +103,7 @@ class TaskSet:
     @property
     def notes(self) -> list[str]:
         """For people: what was read of the prompt files, and what was taken for what."""
-        return [note for family in self._families if isinstance(family, JsonlFamily) for note in family.notes]
+        return [printable(note) for family in self._families if isinstance(family, JsonlFamily) for note in family.notes]
 
     @property
     def listed_prompts(self) -> list[Prompt]:
