@@ -103,7 +103,9 @@ class TaskSet:
     @property
     def notes(self) -> list[str]:
         """For people: what was read of the prompt files, and what was taken for what."""
-        return [printable(note) for family in self._families if isinstance(family, JsonlFamily) for note in family.notes]
+        return [
+            printable(note) for family in self._families if isinstance(family, JsonlFamily) for note in family.notes
+        ]
 
     @property
     def listed_prompts(self) -> list[Prompt]:

@@ -111,6 +111,10 @@ class _Process:
         """Its process id."""
         return self._process.pid
 
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
     def send(self, calls: Sequence[tuple[bytes, bytes]]) -> None:
         """Send calls; `reply` gives as many replies."""
         data = pickle.dumps((self._timeout_s, calls))
@@ -239,9 +243,16 @@ class Pool:
                     process.end()
 
     def _get(self) -> _Process:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        process = process or _Process(self.limits)
+        process = None
+        while process is None:  # one that died while it had nothing to do costs no call a try
+            with self._lock:
+                idle = self._idle.pop() if self._idle else None
+            if idle is None:
+                process = _Process(self.limits)
+            elif idle.is_alive():
+                process = idle
+            else:
+                idle.end()
         with self._lock:
             self._busy.add(process)
         return process

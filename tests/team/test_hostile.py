@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from slime_tandem.tasks.pool import Limits, shared
 from slime_tandem.team.rollouts import rollout
 from slime_tandem.training.metrics import rollout_metrics
 from slime_tandem.types import AuthorRun, Prompt, SampleKey, ScoredSample, TandemSample
+
+from ..waiting import wait_until
 
 LIMITS = RewardConfig(timeout_s=1.0)
 PER_PROMPT = 10
@@ -85,26 +88,34 @@ def test_one_hostile_answer_in_a_hundred_changes_nothing_but_its_count(tasks: Ta
     assert 0.5 < metrics["rollout/accuracy"] < 0.8
 
 
-def test_workers_that_are_killed_during_a_rollout_lose_nothing(tasks: TaskSet) -> None:
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_workers_that_are_killed_lose_nothing(tasks: TaskSet, when: str) -> None:
+    """A call is made again once: each process is killed once, and not the one that takes its place."""
     prompts = tasks.train_prompts(1, 60)
     texts = honest(prompts)
     expected, _ = rolled(tasks, texts, prompts)
     pool, done, killed = shared(Limits(LIMITS.timeout_s, LIMITS.memory_mib, LIMITS.processes)), threading.Event(), []
 
-    def kill() -> None:
-        while not done.wait(0.3) and len(killed) < 5:
-            for pid in pool.pids[:1]:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+    def kill(pids: Sequence[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
 
-    killer = threading.Thread(target=kill)
-    for pid in pool.pids:  # the first is dead before anything is asked
-        os.kill(pid, signal.SIGKILL)
-        killed.append(pid)
-    killer.start()
+    def kill_one() -> None:
+        while not done.is_set() and not killed:
+            kill(pool.pids[:1])
+
+    killer = threading.Thread(target=kill_one)
+    if when == "before":
+        kill(pool.pids)
+        for pid in killed:
+            wait_until(lambda pid=pid: " Z " in Path(f"/proc/{pid}/stat").read_text())
+    else:
+        killer.start()
     scored, metrics = rolled(tasks, texts, prompts)
     done.set()
-    killer.join()
+    if when == "during":
+        killer.join()
     assert killed
     assert [s.reward for s in scored] == [s.reward for s in expected]
     assert [s.sample.key for s in scored] == [s.sample.key for s in expected]
