@@ -558,10 +558,11 @@ def test_so_many_samples_are_scored_at_once_whoever_asks(sample_class: Any, scri
 
 
 def test_the_collector_leaves_alone_what_was_there_before_the_first_sample() -> None:
-    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    gc.unfreeze()  # what another test of this process has frozen
+    thresholds = gc.get_threshold()
     try:
         runtime.settle_collector()
-        assert gc.get_freeze_count() > before + 10_000, "what was imported"
+        assert gc.get_freeze_count() > 10_000, "what was imported"
         assert gc.get_threshold()[0] > thresholds[0]
     finally:
         gc.unfreeze()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ...waiting import PATIENCE_S
+from ...waiting import PATIENCE_S, wait_until
 
 HELD = """
 import re, signal, sys, threading, time
@@ -35,11 +35,17 @@ while not handled:
 """
 
 
+def _cpu_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
 def test_it_ends_a_process_whose_interpreter_is_held() -> None:
     with subprocess.Popen([sys.executable, "-c", HELD, "hold"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         watcher = Path(f"/proc/{int(process.stdout.readline())}/cmdline")
+        began = _cpu_ticks(process.pid)
         assert watcher.exists()
+        wait_until(lambda: _cpu_ticks(process.pid) > began + 20)  # at work, so the interpreter is held
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
         assert process.stdout.read() == "", "no handler of Python's came to run"
