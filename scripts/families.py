@@ -279,6 +279,10 @@ _GLM: dict[str, Any] = {
     "size": 440,
 }
 
+_MISTRAL_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+)
 FAMILIES: dict[str, Family] = {
     "qwen2.5": Family(QWEN25, plain=_CALLS, **_QWEN),
     "qwen3": Family(QWEN3, plain=(*_CALLS, *_RESULTS, *_THINK), **_QWEN),
@@ -305,18 +309,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral-v3": Family(
         MISTRAL_V3,
-        (
-            "<unk>",
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
-        ),
+        _MISTRAL_TOKENS,
         "</s>",
         ("</s>",),
         "<s>",
@@ -325,18 +318,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral-tekken": Family(
         TEKKEN,
-        (
-            "<unk>",
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
-        ),
+        _MISTRAL_TOKENS,
         "</s>",
         ("</s>",),
         "<s>",

@@ -13,8 +13,6 @@ import yaml
 
 from slime_tandem.config.load import load_yaml
 from slime_tandem.config.migrate import migrate_tree
-from slime_tandem.config.run import RunConfig
-from slime_tandem.config.section import Section
 from slime_tandem.errors import ConfigError
 from slime_tandem.strategies import STRATEGIES
 
@@ -101,9 +99,7 @@ def tandem_settings(tree: Any) -> Found:
         setting, read = place
         if (value := read(value)) is None:
             continue
-        if not _exists(setting):
-            found.notes.append(f"{name}={value!r}: left out, this version has no {setting}")
-        elif read_by is not None and name in _READ_BY_SOME - read_by:
+        if read_by is not None and name in _READ_BY_SOME - read_by:
             found.notes.append(f"{name}={value!r}: left out, selection_strategy={strategy!r} does not read it")
         else:
             found.settings[setting] = value
@@ -123,15 +119,6 @@ _READ_BY_SOME = {"prob_senior", "max_gap_tokens", "chunk_size", "boundary_token_
 
 def _why(name: str) -> str:
     return "an object of the server that wrote it" if name in SETTINGS else "no field of a TandemConfig"
-
-
-def _exists(setting: str) -> bool:
-    section: Any = RunConfig
-    for part in setting.split("."):
-        if not (isinstance(section, type) and issubclass(section, Section)) or part not in section.model_fields:
-            return False
-        section = section.model_fields[part].annotation
-    return True
 
 
 def _blobs(tree: Any) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import struct
@@ -101,14 +100,13 @@ class Worker:
         data = json.dumps({"kind": kind, **more}).encode()
         self._line.sendall(HEAD.pack(len(data)) + data)
 
-    def serve(self, parent: int) -> None:
-        """Answer until the parent ends; EOFError where it closes its side."""
+    def serve(self) -> None:
+        """Answer until the parent closes its side: EOFError."""
         self.say("ready")
-        while os.getppid() == parent:
-            if select.select([self._line], [], [], _LOOKS_S)[0]:
-                timeout_s, calls = pickle.loads(receive(self._line))  # noqa: S301 - the parent's
-                for recipe, args in calls:
-                    self._answer(recipe, args, timeout_s)
+        while True:
+            timeout_s, calls = pickle.loads(receive(self._line))  # noqa: S301 - the parent's
+            for recipe, args in calls:
+                self._answer(recipe, args, timeout_s)
 
     def _answer(self, recipe: bytes, args: bytes, timeout_s: float) -> None:
         try:
@@ -198,7 +196,7 @@ def main(argv: list[str]) -> None:
     if guarded:
         sys.addaudithook(guard)
     with socket.socket(fileno=number) as line:
-        Worker(line, guard, guarded=bool(guarded)).serve(parent)
+        Worker(line, guard, guarded=bool(guarded)).serve()
 
 
 if __name__ == "__main__":

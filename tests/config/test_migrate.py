@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tandem import cli
-from slime_tandem.config import RunConfig
+from slime_tandem.config import RunConfig, fields_of
 from slime_tandem.config.legacy import SETTINGS, tandem_settings
 from slime_tandem.config.migrate import (
     DROPPED,
@@ -358,3 +358,11 @@ def test_the_authors_sentence_strategy_alternates() -> None:
         tandem_settings({"a": 1})
     with pytest.raises(ConfigError, match="2 that differ"):
         tandem_settings([{"junior_model": "a"}, {"junior_model": "b"}])
+
+
+def test_every_setting_that_a_tandem_config_becomes_exists() -> None:
+    """A name that moves in the settings must move here, too."""
+    names = {place[0] for place in SETTINGS.values() if place is not None}
+    known = {name for name, _, _ in fields_of()}
+    assert names
+    assert names <= known
