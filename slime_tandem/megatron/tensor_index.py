@@ -10,6 +10,7 @@ It reads no tensor and knows no model.
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ MOST_BYTES = 2**28
 _MOST_WAITING = 10_000
 """Values on the stack of a pickle. Python's writer puts a thousand pairs of a dict there at once."""
 _MOST_DIMENSIONS, _MOST_SIZE = 8, 2**48
+_FRAME_BYTES = 9
+"""Of the opcode FRAME itself: a byte and its length."""
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _FIELDS: dict[tuple[str, str], frozenset[str]] = {
@@ -43,6 +46,7 @@ _FIELDS: dict[tuple[str, str], frozenset[str]] = {
 """Classes whose instances an index holds, with the fields that state may set."""
 _ENUM = (_METADATA, "_MEM_FORMAT_ENCODING")
 _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_MEMBER = f"{_METADATA}._MEM_FORMAT_ENCODING"
 _SIZE, _LAYOUT, _GETATTR = ("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "getattr")
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second: its home in Python 3.13
 _DICT = ("collections", "OrderedDict")
@@ -110,7 +114,7 @@ def read_index(folder: Path) -> TensorIndex:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class or function that the pickle names; nothing is looked up."""
+    """A class, a function or an object that the pickle names; nothing is looked up."""
 
     at: tuple[str, str]
 
@@ -141,8 +145,10 @@ class PickleReader:
 
     def read(self, data: bytes) -> Any:
         """The value of a pickle. Raises ValueError for all that has no place in it."""
-        for opcode, argument, _ in pickletools.genops(data):
+        for opcode, argument, at in pickletools.genops(data):
             name = opcode.name
+            if name == "FRAME" and argument > len(data) - (at or 0) - _FRAME_BYTES:
+                raise ValueError(f"a frame of {argument} bytes, longer than the file")  # pickle.load reads it whole
             if name == "STOP":
                 return self.pop()
             step = self.steps.get(name)
@@ -176,7 +182,7 @@ class PickleReader:
 
     def protocol(self, number: int) -> None:
         """PROTO."""
-        if number < 4:
+        if not 4 <= number <= pickle.HIGHEST_PROTOCOL:
             raise ValueError(f"pickle protocol {number}: torch writes 4")
 
     def nothing(self, _: Any) -> None:
@@ -278,26 +284,30 @@ class PickleReader:
         if record.state is not None:
             raise ValueError(f"state of a {record.kind[1]} twice")
         if record.kind == (_METADATA, "TensorProperties"):
-            if not (isinstance(state, tuple) and len(state) == 5 and state[3] in _FORMATS):
+            if not (isinstance(state, tuple) and len(state) == 5 and _is_format(state[3])):
                 raise ValueError("TensorProperties with another state than torch's")
         elif not (isinstance(state, dict) and state.keys() <= _FIELDS[record.kind]):
             raise ValueError(f"a {record.kind[1]} with fields of another")
         record.state = dict(state) if isinstance(state, dict) else state  # as pickle: what is added later is not taken
 
 
+def _is_format(value: object) -> bool:
+    return isinstance(value, Name) and value.at[0] == _MEMBER
+
+
 def _called(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
-    """What a call that an index may hold gives, as a plain value."""
+    """What a call that an index may hold gives: sizes, a dict, or the name of an object, which no field takes for text."""
     if name == _SIZE and len(arguments) == 1 and isinstance(arguments[0], tuple):
         return _sizes(arguments[0])
     if name == _LAYOUT and arguments == ("torch.strided",):
-        return "strided"
+        return Name(("torch", "strided"))
     if name == _ENUM and arguments in ((0,), (1,), (2,)):
-        return _FORMATS[arguments[0]]
+        return Name((_MEMBER, _FORMATS[arguments[0]]))
     # How Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since).
     if name == _GETATTR and len(arguments) == 2 and arguments[0] == Name(_ENUM) and arguments[1] in _FORMATS:
-        return arguments[1]
+        return Name((_MEMBER, arguments[1]))
     if name in _PATHS and all(isinstance(part, str) for part in arguments):
-        return "/".join(arguments)
+        return Name((name[0], "/".join(arguments)))
     if name == _DICT and not arguments:
         return {}
     raise ValueError(f"{'.'.join(name)} with such arguments has no place in a tensor index")

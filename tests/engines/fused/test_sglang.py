@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -365,7 +366,12 @@ def test_a_model_with_missing_weights_does_not_start(
 def sender(sglang_python: str) -> Iterator[Callable[..., None]]:
     """`sender(url=, way=, file=, ranks=)`: the process of send_weights.py, which has imported SGLang, sends."""
     script = str(Path(__file__).with_name("send_weights.py"))
-    process = subprocess.Popen([sglang_python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[3])
+    }  # SGLang's Python need not have the package installed
+    process = subprocess.Popen(
+        [sglang_python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     assert process.stdin is not None
     assert process.stdout is not None
 
