@@ -46,7 +46,7 @@ from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.team.token_bank import TokenBank
-from slime_tandem.training.metrics import rollout_metrics
+from slime_tandem.training.metrics import part_means, rewards_by_task, rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
@@ -318,8 +318,8 @@ def _take_steps(
                     row["engine/retries"] = float(team.servers.retries - retries)
                     row["time/step_s"] = time.perf_counter() - t0
                     writer.write_step(step, row)
-                    rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                    writer.write_rewards(step, reward_histograms(*rewards))
+                    writer.write_rewards(step, reward_histograms(*rewards_by_task(scored)))
+                    writer.write_parts(step, "train", part_means(scored))
                     shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
                     writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
                     progress.update(row)
@@ -410,6 +410,7 @@ def _evaluate(
 ) -> None:
     metrics, scored = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
     writer.write_eval(step, phase, metrics)  # type: ignore[arg-type]
+    writer.write_parts(step, "eval", part_means(scored))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in scored[:_EVAL_TRANSCRIPTS]])
 
 

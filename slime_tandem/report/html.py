@@ -23,10 +23,11 @@ from markupsafe import Markup, escape
 from slime_tandem import __version__
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
-from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
+from slime_tandem.report.metrics import METRICS, Direction
+from slime_tandem.report.reward_parts import before_and_after, load_parts, titles
 from slime_tandem.report.run_folder import disk_errors, read_rows
 from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, load_rewards, summarise
-from slime_tandem.types import SENIOR
+from slime_tandem.types import SENIOR, is_right
 
 MAX_TRANSCRIPTS = 40
 """Transcripts in one report; with MAX_TOKENS and MAX_PROMPT_CHARS it bounds the file's size."""
@@ -52,6 +53,7 @@ EVALUATION = (
     ("eval/teacher_kl", "Teacher KL"),
     ("eval/senior_token_fraction", "Senior token fraction"),
     ("eval/coverage", "Teacher coverage"),
+    ("eval/reward_mean", "Reward"),
     ("eval/response_tokens_mean", "Response length"),
 )
 CARDS = EVALUATION[:4]
@@ -165,7 +167,8 @@ def render(run_dir: Path) -> str:
         evaluation=[
             (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for _, part, _ in parts])
             for name, title in EVALUATION
-        ],
+        ]
+        + _reward_parts([folder for _, _, folder in parts]),
         seconds=_seconds([part for _, part, _ in parts]),
         groups=groups,
         config_yaml=config.to_yaml(),
@@ -224,15 +227,27 @@ def _card(name: str, title: str, parts: Sequence[RunPart]) -> dict[str, Any]:
 
 def _cell(name: str, part: RunPart) -> Cell:
     before, after = ((part[when] or {}).get(name) for when in ("before", "after"))
-    digits = 1 if METRICS[name].unit == "tokens" else 3
+    return _change(before, after, METRICS[name].direction, 1 if METRICS[name].unit == "tokens" else 3)
 
+
+def _reward_parts(folders: Sequence[Path]) -> list[tuple[str, str, str, list[Cell]]]:
+    """Rows of the evaluation's table for the named parts of a reward: title, unit, what it says, a cell for each run."""
+    found = [before_and_after(load_parts(folder)) for folder in folders]
+    parts = sorted({part for both in found for means in both for part in means})
+    what = "mean of this part over the held-out tandem responses"
+    return [
+        (title, "reward", what, [_change(before.get(part), after.get(part), "up", 3) for before, after in found])
+        for part, title in zip(parts, titles(parts), strict=True)
+    ]
+
+
+def _change(before: float | None, after: float | None, direction: Direction, digits: int) -> Cell:
     def text(value: float | None) -> str:
         return DASH if value is None else f"{value:.{digits}f}"
 
     if before is None or after is None:
         return Cell(text(before), text(after), "", None)
     change = after - before
-    direction = METRICS[name].direction
     good = None if direction == "none" or change == 0 else (change > 0) == (direction == "up")
     return Cell(text(before), text(after), f"{change:+.{digits}f}".replace("-", "\N{MINUS SIGN}"), good)
 
@@ -307,14 +322,15 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
     if len(prompt) > MAX_PROMPT_CHARS:
         prompt = f"{prompt[:MAX_PROMPT_CHARS]} … ({len(prompt) - MAX_PROMPT_CHARS} more characters)"
     senior = sum(token["author"] == SENIOR for token in raw)
+    parts: Mapping[str, float] = row.get("parts", {})
     return TranscriptView(
         step=row["step"],
         column=column,
         prompt=prompt,
         label=row["label"],
         task=row["task"],
-        reward=f"{row['reward']:.2f}",
-        right=row["reward"] >= RIGHT_REWARD,
+        reward=_said_reward(row["reward"], parts),
+        right=is_right(row["reward"], parts),
         finish={"stop": "", "length": "cut at the length cap", "abort": "aborted"}.get(
             row["finish_reason"], row["finish_reason"]
         ),
@@ -325,6 +341,13 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
         skipped=len(raw) - len(head) - len(tail),
         tail=tuple(_token(token) for token in tail),
     )
+
+
+def _said_reward(reward: float | None, parts: Mapping[str, float]) -> str:
+    if reward is None:
+        return "none: it failed"
+    of = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+    return f"{reward:.2f}" + (f" ({of})" if of else "")
 
 
 def _token(token: Mapping[str, Any]) -> TokenView:

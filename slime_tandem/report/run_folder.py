@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
-from slime_tandem.report.metrics import Row, check_row
+from slime_tandem.report.metrics import Row, check_row, part_metric
 from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
@@ -58,9 +58,10 @@ class Transcript:
     prompt: str
     label: str | None
     task: str
-    reward: float
+    reward: float | None
     finish_reason: str
     tokens: tuple[TranscriptToken, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
@@ -78,7 +79,7 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     tokens = tuple(
         TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
-    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens, scored.parts)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -151,13 +152,14 @@ class RunWriter:
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.run_dir = run_dir
         self._resumed = resume_step is not None
-        self._metrics, self._evals, self._transcripts, self._rewards = (
-            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
+        self._metrics, self._evals, self._transcripts, self._rewards, self._parts = (
+            run_dir / name
+            for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl", "reward_parts.jsonl")
         )
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards, self._parts):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
@@ -167,6 +169,7 @@ class RunWriter:
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
             _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
+            _keep_rows(self._parts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
@@ -205,6 +208,18 @@ class RunWriter:
         """Append a step's `objective.advantages.reward_histograms`, one row per task tag; TensorBoard gets them, too."""
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         self._events.histograms(step, histograms)
+
+    def write_parts(self, step: int, phase: Literal["train", "eval"], records: Sequence[Mapping[str, Any]]) -> None:
+        """Append what `training.metrics.part_means` found of a step; those of an evaluation replace the ones of the same step.
+
+        TensorBoard gets the means, as `rollout/reward_parts/<task>/<part>` or `eval/reward_parts/...`.
+        """
+        if phase == "eval":
+            _keep_rows(self._parts, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
+        if records:
+            self._append(self._parts, [{"step": step, "phase": phase, **record} for record in records])
+            room = "rollout" if phase == "train" else "eval"
+            self._events.scalars(step, {part_metric(room, r["task"], r["part"]): r["mean"] for r in records})
 
     def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
@@ -306,7 +321,7 @@ class _EventFile:
 
 
 def _check_finite(t: Transcript) -> None:
-    values = [("reward", t.reward)]
+    values = [] if t.reward is None else [("reward", t.reward)]
     values += [("log_prob", k.log_prob) for k in t.tokens]
     values += [("teacher_log_prob", k.teacher_log_prob) for k in t.tokens if k.teacher_log_prob is not None]
     for name, value in values:
@@ -321,7 +336,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
         {"text": k.text, "author": k.author, "log_prob": k.log_prob, "teacher_log_prob": k.teacher_log_prob}
         for k in t.tokens
     ]
-    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward}
+    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward, "parts": dict(t.parts)}
     return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
 
 
