@@ -23,7 +23,7 @@ def is_own(name: str) -> bool:
     (True, False, False)
     """
     module, colon, attribute = name.partition(":")
-    return bool(module and colon and attribute) and not is_url(name)
+    return bool(module and colon and attribute) and not attribute.startswith("//")
 
 
 def is_url(name: str) -> bool:

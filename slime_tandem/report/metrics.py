@@ -374,7 +374,7 @@ _TABLE = (
 
 
 def part_metric(room: str, task: str, part: str) -> str:
-    """The name of the mean of a reward's named part, on dashboards; rows of reward_parts.jsonl have task and part by themselves.
+    """The name of the mean of a reward's named part on dashboards; in reward_parts.jsonl task and part are values.
 
     >>> part_metric("rollout", "sums", "brief")
     'rollout/reward_parts/sums/brief'

@@ -1,6 +1,6 @@
 """Rewards of slime's samples by our judges: slime asks for one sample at a time, and a judge is asked about all that wait.
 
-So an async function, a server and a function of batches have many responses at once here as well, and one thread waits for them.
+So an async function, a server and a function of batches have many responses at once here, too, and one thread waits for them.
 What a verdict leaves in a sample is `wire`'s; what becomes of a failed one is the hooks'.
 """
 

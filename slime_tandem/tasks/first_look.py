@@ -43,8 +43,8 @@ def looks(scored: Sequence[ScoredSample]) -> list[Look]:
 
 
 def why_equal(specs: Sequence[TaskSpec], seen: Sequence[Look], named: str | None = None) -> Cause | None:
-    """The likeliest cause of equal rewards; None if they differ, or there are fewer than two. `named`: a reward that no task names
-    and that scored them (slime's own)."""
+    """The likeliest cause of equal rewards; None if they differ, or there are fewer than two. `named`: a reward that no task
+    names and that scored them (slime's own)."""
     if len(seen) < 2 or len({look.reward for look in seen}) > 1:
         return None
     reward, n = seen[0].reward, len(seen)

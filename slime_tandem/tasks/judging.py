@@ -10,6 +10,7 @@ response: no reward.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from slime_tandem.config import RewardConfig, TaskSpec
+from slime_tandem.config import AnswerKind, RewardConfig, TaskSpec
 from slime_tandem.errors import ConfigError, DataError, TandemError
+from slime_tandem.tasks.answers import quick_label_reward
 from slime_tandem.tasks.arguments import Parameters, Response
 from slime_tandem.tasks.own_reward import Outcome, failed
 from slime_tandem.tasks.pool import Call, Limits, Reply, recipe, shared
@@ -168,6 +170,29 @@ class Judge:
 
     def _ask(self, calls: Sequence[Any]) -> list[Reply]:
         return shared(self._limits).ask([Call(self._recipe, (one,)) for one in calls])
+
+
+@functools.cache
+def _label_judge(answer: AnswerKind | None, answer_format: str | None) -> Judge:
+    spec = TaskSpec(family="chain_sum", reward="label", answer=answer, answer_format=answer_format)
+    quick = functools.partial(quick_label_reward, answer=answer, answer_format=answer_format)
+    return Judge(spec, "label_reward", RewardConfig(), quick)
+
+
+def label_reward(
+    prompt: Prompt, text: str, *, answer: AnswerKind | None = None, answer_format: str | None = None
+) -> float:
+    r"""The built-in reward for one of the user's own to build on: 1.0 if the answer in `text` is the prompt's label, else 0.0.
+
+    `answer` and `answer_format` as of a task. What takes mathematics is compared in a guarded process, within its limits; past
+    them 0.0. Raises DataError for a prompt without a label.
+
+    >>> label_reward(Prompt("p", (), "1/2", "t"), "so it is 0.5", answer_format="last_number")
+    1.0
+    """
+    (verdict,) = _label_judge(answer, answer_format).verdicts([(prompt, text)])
+    assert verdict.reward is not None, "the built-in one gives one"
+    return verdict.reward
 
 
 def _slices(n: int, together: int) -> Iterator[tuple[int, int]]:
