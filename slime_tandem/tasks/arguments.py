@@ -87,13 +87,14 @@ class Parameters:
     waits: bool
     where: str
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise DataError for a parameter that is neither known nor a column of this prompt."""
-        columns = prompt.metadata
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise DataError for a parameter that is neither known nor a column of these prompts: of each; of a batch's, of any."""
+        known = OF_A_RESPONSE.keys() | OF_BOTH.keys() | SYNONYMS.keys()
         for name in self.needed:
-            known = OF_A_RESPONSE.keys() | OF_BOTH.keys() | SYNONYMS.keys()
-            if _singular(name) not in known and name not in columns:
-                raise self._unknown(name, Response(prompt, ""))
+            if _singular(name) not in known:
+                lacking = [prompt for prompt in prompts if name not in prompt.metadata]
+                if lacking and not (self.batch and len(lacking) < len(prompts)):
+                    raise self._unknown(name, Response(lacking[0], ""))
 
     def of(self, response: Response) -> dict[str, Any]:
         """The keyword arguments for one response; raises DataError for a parameter that is neither known nor a column."""
