@@ -140,6 +140,19 @@ def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
 # ---- added tokens ----
 
 
+def test_gemmas_added_tokens_are_text() -> None:
+    """Line ends, tabs, spaces, tags of HTML: 165 that its SentencePiece file calls user-defined, as added tokens not special."""
+    hf, tokens = family("gemma")
+    plain = {i: t.content for i, t in hf.added_tokens_decoder.items() if not t.special}
+    assert len(plain) == 165
+    assert {"\n" * 31, "\t" * 31, "\u2581" * 31, "</s>", "<table>", "[multimodal]"} <= set(plain.values())
+    assert not plain.keys() & (tokens.special | tokens.disproved)
+    for i, text in plain.items():
+        assert tokens.of(i) == text.replace("\u2581", " ").encode()
+        assert i in native(hf, f"a{text}a"), text
+    assert tokens.roles.get("eos") == (hf.eos_token_id,), "`</s>` is a tag that is closed, no end of a turn"
+
+
 def test_gemmas_runs_of_spaces_are_spaces() -> None:
     hf, tokens = family("gemma")
     runs = [i for i, t in hf.added_tokens_decoder.items() if set(t.content) == {"\u2581"}]
