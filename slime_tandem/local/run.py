@@ -408,9 +408,9 @@ def _save(trainer: Trainer, arm: Arm, step: int) -> None:
 def _evaluate(
     writer: RunWriter, team: Team, tasks: TaskSet, held_out: list[Prompt], config: RunConfig, step: int, phase: str
 ) -> None:
-    metrics, scored = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
-    writer.write_eval(step, phase, metrics)  # type: ignore[arg-type]
-    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in scored[:_EVAL_TRANSCRIPTS]])
+    found = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
+    writer.write_eval(step, phase, found.metrics, found.right)  # type: ignore[arg-type]
+    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 
 
 def _transcript(team: Team, scored: ScoredSample):  # type: ignore[no-untyped-def]

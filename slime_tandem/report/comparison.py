@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from slime_tandem.files import is_file_name, record_of
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.metrics import METRICS
 from slime_tandem.report.run_folder import replace_file
-from slime_tandem.report.statistics import Estimate
+from slime_tandem.report.statistics import Estimate, mean_interval
 from slime_tandem.report.summary import load_config, load_files, summarise
 
 MAPPING = "method_mapping.csv"
@@ -39,11 +38,6 @@ TITLES = {
     "eval/teacher_kl": "KL to the teacher, sampled tokens (nats)",
     "eval/response_tokens_mean": "response length (tokens)",
 }
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
-    2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""Two-sided 95% quantiles of Student's t with 1, 2, ... 30 degrees of freedom; beyond, the last is a little wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +59,8 @@ class Mean:
         n = len(values)
         if n < 2:
             return cls(values[0] if values else None, None, None, n)
-        mean = statistics.fmean(values)
-        half = _T95[min(n - 1, len(_T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
-        return cls(round(mean, 12), round(mean - half, 4), round(mean + half, 4), n)
+        low, high = mean_interval(values)
+        return cls(round(statistics.fmean(values), 12), round(low, 4), round(high, 4), n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.report.metrics import Row
-from slime_tandem.report.summary import DASH, RunPart, Summary
+from slime_tandem.report.summary import DASH, RunPart, Summary, verdict_lines
 
 
 class TrainProgress:
@@ -69,7 +69,7 @@ def final_table(summary: Summary) -> Table:
     table = Table(
         title=Text(f"{summary['name']}: held-out prompts before → after {summary['run']['steps']} steps"),
         title_justify="left",
-        caption=Text(summary["verdict"]["text"]),
+        caption=Text("\n".join(verdict_lines(summary))),
         caption_justify="left",
     )
     table.add_column("", no_wrap=True)

@@ -33,6 +33,9 @@ from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
 
+RIGHT = "right"
+"""What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
+
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
 _FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_every", "train.threads", "eval.every")
 
@@ -206,12 +209,17 @@ class RunWriter:
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         self._events.histograms(step, histograms)
 
-    def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
-        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
+    def write_eval(
+        self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
+    ) -> None:
+        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
+
+        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals.
+        """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(self._evals, [{"step": step, "phase": phase, **row}])
+        self._append(self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}])
         self._seen.add((step, phase))
         self._events.scalars(step, row)
 

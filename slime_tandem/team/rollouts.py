@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -110,10 +110,17 @@ def successful(
     return samples
 
 
-def evaluate(
-    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int
-) -> tuple[dict[str, float | None], list[ScoredSample]]:
-    """(`eval/...` metrics, tandem samples) of the senior's current weights on held-out prompts.
+class Evaluated(NamedTuple):
+    """An evaluation: `eval/...` metrics, the samples that can be shown (tandem ones where there is a junior), and by
+    metric the share of right responses of each prompt, in their order; None where no response of a prompt was written."""
+
+    metrics: dict[str, float | None]
+    samples: list[ScoredSample]
+    right: dict[str, list[float | None]]
+
+
+def evaluate(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int) -> Evaluated:
+    """The senior's current weights on held-out prompts.
 
     The same draws every time (a rollout id of its own), so before and after are paired. `eval/handoff_retention` is tandem
     accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
@@ -125,6 +132,7 @@ def evaluate(
         team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=False, score=teacher and not both, plain=True
     )
     accuracy = _accuracy(solo)
+    right = {"eval/solo_accuracy": _by_prompt(solo, len(prompts), per_prompt)}
     past_limit = [measured]
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
@@ -133,11 +141,12 @@ def evaluate(
             team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=True, score=teacher, plain=True
         )
         tandem_accuracy = _accuracy(tandem)
+        right["eval/tandem_accuracy"] = _by_prompt(tandem, len(prompts), per_prompt)
         past_limit.append(more)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
-    return {
+    metrics: dict[str, float | None] = {
         "eval/solo_accuracy": accuracy,
         "eval/tandem_accuracy": tandem_accuracy,
         "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
@@ -147,8 +156,16 @@ def evaluate(
         "eval/response_tokens_mean": tokens / len(tandem),
         "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
         "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
-    }, tandem
+    }
+    return Evaluated(metrics, tandem, right)
 
 
 def _accuracy(scored: Sequence[ScoredSample]) -> float:
     return float(np.mean([s.reward >= RIGHT_REWARD for s in scored]))
+
+
+def _by_prompt(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> list[float | None]:
+    answers: list[list[bool]] = [[] for _ in range(prompts)]
+    for s in scored:
+        answers[s.sample.key.sample_index // per_prompt].append(s.reward >= RIGHT_REWARD)
+    return [float(np.mean(a)) if a else None for a in answers]

@@ -7,7 +7,8 @@ from rich.console import Console
 from slime_tandem.errors import RunDirError
 from slime_tandem.report.console import TrainProgress, final_table
 from slime_tandem.report.metrics import row_keys
-from slime_tandem.report.summary import difference_interval, summarise, write_summary
+from slime_tandem.report.statistics import difference_interval
+from slime_tandem.report.summary import summarise, write_summary
 
 
 def test_a_finished_run_by_hand(make_run):
@@ -94,7 +95,7 @@ def test_the_final_table_fits_80_columns_and_shows_both_runs(make_run):
     console.print(final_table(summarise(make_run())))
     lines = lines_of(console)
     assert max(map(len, lines)) <= 80
-    (tandem,) = (line for line in lines if "tandem accuracy  " in line)
+    (tandem,) = (line for line in lines if "│ tandem accuracy  " in line)
     assert "0.250 → 0.550" in tandem
     assert "0.250 → 0.350" in tandem
     (retention,) = (line for line in lines if "handoff retention" in line)
