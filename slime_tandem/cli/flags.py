@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from slime_tandem.cli import completion
 from slime_tandem.config import ENTRIES, RunConfig, Thinking, choices_of, fields_of
 from slime_tandem.errors import ConfigError
 
@@ -74,9 +75,10 @@ def add_config(parser: argparse.ArgumentParser, text: str) -> None:
 
 def add_set(parser: argparse.ArgumentParser, text: str) -> None:
     """--set KEY=VALUE ..., which may stand several times; all in `args.overrides`."""
-    parser.add_argument(
+    action = parser.add_argument(
         "--set", dest="overrides", metavar="KEY=VALUE", action="extend", nargs="+", default=[], help=text
     )
+    action.completer = completion.settings  # type: ignore[attr-defined] - argcomplete looks there
 
 
 def load_config(args: argparse.Namespace, more: Mapping[str, str | None] | None = None) -> RunConfig:

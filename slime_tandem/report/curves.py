@@ -14,7 +14,7 @@ from typing import Any
 from slime_tandem.report.metrics import METRICS
 
 WIDTH, HEIGHT = 320.0, 168.0
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 8.0, 22.0
+LEFT, RIGHT, TOP, BOTTOM = 48.0, 10.0, 8.0, 22.0
 MAX_POINTS = 300
 """Longer runs are drawn as means over stretches of steps, which keeps the file small."""
 

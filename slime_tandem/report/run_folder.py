@@ -94,24 +94,29 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    row = parse_json(line, surrogates=True)
-                    if not isinstance(row, dict):
-                        raise ValueError("no object")
-                    if type(row.get("step")) is not int or row["step"] < 0:
-                        raise ValueError(f"step {row.get('step')!r:.60}")
-                    if not isinstance(row.get("phase", ""), str):
-                        raise ValueError(f"phase {row['phase']!r:.60}")
-                except ValueError as error:
-                    raise RunDirError(
-                        f"{path}:{number}",
-                        line[:80].decode("utf-8", "replace"),
-                        f"one JSON object with a `step` ({error})",
-                        "restore the file, or delete this line",
-                    ) from None
-                yield row
+                yield read_row(path, number, line)
     except FileNotFoundError:
         return
+
+
+def read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row of one line; raises RunDirError, naming file and line, for one that this module did not write."""
+    try:
+        row = parse_json(line, surrogates=True)
+        if not isinstance(row, dict):
+            raise ValueError("no object")
+        if type(row.get("step")) is not int or row["step"] < 0:
+            raise ValueError(f"step {row.get('step')!r:.60}")
+        if not isinstance(row.get("phase", ""), str):
+            raise ValueError(f"phase {row['phase']!r:.60}")
+    except ValueError as error:
+        raise RunDirError(
+            f"{path}:{number}",
+            line[:80].decode("utf-8", "replace"),
+            f"one JSON object with a `step` ({error})",
+            "restore the file, or delete this line",
+        ) from None
+    return row
 
 
 @contextmanager

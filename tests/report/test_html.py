@@ -48,8 +48,8 @@ def test_a_curve_by_hand():
     drawn = curve("rollout/accuracy", "Accuracy", [("tandem", "run", rows), ("solo", "control", [])])
     assert drawn is not None
     assert [s.label for s in drawn.series] == ["tandem"]
-    # The box runs from (44, 146) to (310, 8); the line breaks where a value is missing.
-    assert drawn.series[0].lines == ("221.3,77.0 310.0,8.0",)
+    # The box runs from (48, 146) to (310, 8); the line breaks where a value is missing.
+    assert drawn.series[0].lines == ("222.7,77.0 310.0,8.0",)
     assert drawn.series[0].end == (310.0, 8.0)
     assert [t.label for t in drawn.y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert drawn.aria == "Accuracy in fraction. tandem: 0 at step 0, 1 at step 3"
@@ -83,7 +83,7 @@ def test_each_task_has_a_curve_on_the_same_axes():
     ]
     assert plots[0].y_ticks == plots[1].y_ticks
     assert plots[0].series[0].end[0] == 310.0, "step 2 is the last of all"
-    assert plots[1].series[0].end[0] == 177.0, "step 1 is half way"
+    assert plots[1].series[0].end[0] == 179.0, "step 1 is half way"
 
 
 def test_one_task_has_no_curve_of_its_own_and_too_many_are_named(monkeypatch):
@@ -113,7 +113,7 @@ def test_one_point_is_a_dot():
     drawn = curve("train/lr", "lr", [("run", "run", [{"step": 0, "train/lr": 0.1}])])
     assert drawn is not None
     assert drawn.series[0].lines == ()
-    assert drawn.series[0].end[0] == 44.0
+    assert drawn.series[0].end[0] == 48.0
 
 
 def groups_of(*parts):
