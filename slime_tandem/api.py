@@ -33,7 +33,8 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, q
     """Run everything, as `slime-tandem train`; returns the run's folder, read back.
 
     `resume` goes on with a run of the same name, `overwrite` deletes it first; without either it is refused. `quiet`:
-    no progress on standard error. Raises TandemError kinds; after KeyboardInterrupt a checkpoint of the last whole step is there and no process.
+    no progress on standard error. Raises TandemError kinds; after KeyboardInterrupt a checkpoint of the last whole step is
+    there and no process.
     """
     from slime_tandem.report.progress import RunProgress
 

@@ -32,10 +32,9 @@ class PrintCompletion(argparse.Action):
 
 def completion(program: str, shell: str) -> str:
     """The script that a shell can source."""
-    import argcomplete
+    import argcomplete.shell_integration
 
-    code: str = argcomplete.shellcode([program], shell=shell)
-    return code
+    return argcomplete.shell_integration.shellcode([program], shell=shell)
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:

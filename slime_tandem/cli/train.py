@@ -12,10 +12,12 @@ def add(commands: flags.Commands) -> None:
     parser = flags.command(
         commands, "train", "Run tandem GRPO with a distilling teacher on this machine.", settings=True
     )
-    again = parser.add_mutually_exclusive_group()
+    again = parser.add_argument_group("where a run of this name is already").add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on with an existing run (or start it)")
     again.add_argument("--overwrite", action="store_true", help="delete an existing run of this name first")
-    parser.add_argument("--quiet", action="store_true", help="show no progress, only warnings and the result")
+    parser.add_argument_group("output").add_argument(
+        "--quiet", action="store_true", help="show no progress, only warnings and the result"
+    )
     parser.set_defaults(action=run)
 
 

@@ -122,7 +122,9 @@ class LivePage:
             "title": title or self.folder.resolve().name,
             "state": state,
             "phase": passage(record.phase, 200) if record is not None and running else "",
-            "since": time.strftime("%H:%M:%S", time.localtime(record.since)) if record is not None and running else None,
+            "since": time.strftime("%H:%M:%S", time.localtime(record.since))
+            if record is not None and running
+            else None,
             "done": record.done if record is not None and running else 0,
             "total": record.total if record is not None and running else 0,
             "unit": passage(record.unit, 40) if record is not None else "",

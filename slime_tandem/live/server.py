@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -89,7 +90,9 @@ class LiveServer:
                 continue
             address: tuple[str, int] = runner.addresses[0]
             return address[1]
-        raise PortInUseError("--port", self._wanted, "a port that nobody listens on", "choose another one, or 0 for any")
+        raise PortInUseError(
+            "--port", self._wanted, "a port that nobody listens on", "choose another one, or 0 for any"
+        )
 
     async def _follow(self) -> None:
         while True:
@@ -115,11 +118,15 @@ class LiveServer:
             "require-trusted-types-for 'script'; trusted-types live"
         )
         headers = {**_HEADERS, "Content-Security-Policy": policy}
-        return web.Response(body=text.encode("utf-8", "replace"), content_type="text/html", charset="utf-8", headers=headers)
+        return web.Response(
+            body=text.encode("utf-8", "replace"), content_type="text/html", charset="utf-8", headers=headers
+        )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self.browsers >= MAX_BROWSERS:
-            return web.Response(status=503, text=f"{MAX_BROWSERS} browsers look at this page already\n", headers=_HEADERS)
+            return web.Response(
+                status=503, text=f"{MAX_BROWSERS} browsers look at this page already\n", headers=_HEADERS
+            )
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         self.browsers += 1
         try:
@@ -148,7 +155,10 @@ class LiveServer:
             yield f'event: beat\ndata: {{"age": {age:.1f}}}\n\n'.encode()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BEAT_S), self._changed:
-                    await self._changed.wait_for(lambda last=seen: self.page.version > last)
+                    await self._changed.wait_for(partial(self._is_newer, seen))
+
+    def _is_newer(self, version: int) -> bool:
+        return self.page.version > version
 
     def _seen(self, request: web.Request) -> int:
         """The change that a browser had last; 0, which is none, where that was another server's."""

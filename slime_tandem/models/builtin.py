@@ -177,8 +177,9 @@ _NAME = re.compile(rf"(?:(?P<recipe>{'|'.join(RECIPES)})/)?(?P<role>{'|'.join(RO
 def resolve_model(name: str, cache_dir: str | Path, log: Log | None = None, recipe: Recipe | None = None) -> Path:
     """The folder of a model: `builtin:[recipe/]role[@seed]` is made when missing (all three roles at once), else a path.
 
-    `recipe` stands in for the named one. `log` hears what is made, and the workers' lines; None: those are printed. Safe when several processes ask at once: one makes the models, the others wait for
-    its lock. Raises ModelError for an unknown name, a path that is no folder, or a worker that failed.
+    `recipe` stands in for the named one. `log` hears what is made, and the workers' lines; None: those are printed. Safe when
+    several processes ask at once: one makes the models, the others wait for its lock. Raises ModelError for an unknown name, a
+    path that is no folder, or a worker that failed.
     """
     if not name.startswith(PREFIX):
         path = Path(name)
@@ -252,7 +253,9 @@ def _run_workers(folder: Path, recipe: Recipe, log: Log | None) -> dict[str, Any
         )
         for role in ROLES
     ]
-    readers = [] if log is None else [threading.Thread(target=_tell, args=(worker, log), daemon=True) for worker in workers]
+    readers = (
+        [] if log is None else [threading.Thread(target=_tell, args=(worker, log), daemon=True) for worker in workers]
+    )
     for reader in readers:
         reader.start()
     try:

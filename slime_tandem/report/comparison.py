@@ -332,7 +332,12 @@ def _interval_text(mean: Mean, digits: int, *, signed: bool = False) -> str:
 
 def _shown_better(difference: Mean, direction: str) -> bool | None:
     """Whether an interval shows a difference to be one for the better; None where it shows none."""
-    if difference.low is None or difference.high is None or direction == "none" or difference.low <= 0 <= difference.high:
+    if (
+        difference.low is None
+        or difference.high is None
+        or direction == "none"
+        or difference.low <= 0 <= difference.high
+    ):
         return None
     return (difference.low > 0) == (direction == "up")
 

@@ -5,6 +5,7 @@ Coordinates are SVG user units in a box of WIDTH x HEIGHT, y down. It knows no p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     (['6.128', '6.130', '6.132'], ['0.0', '0.5', '1.0'], ['10.0k', '12.5k'])
     """
     largest = max((abs(tick) for tick in ticks), default=0.0)
-    step = min((b - a for a, b in zip(ticks, ticks[1:], strict=False)), default=largest) or 1.0
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=largest) or 1.0
     if largest >= 1e12 or largest < 1e-4:  # more digits than there is room for
         digits = max(0, math.ceil(math.log10(largest / step))) if largest else 0
         return [f"{tick:.{digits}e}" if tick else "0" for tick in ticks]

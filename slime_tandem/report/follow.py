@@ -88,7 +88,9 @@ class _Arm:
         self.rewards: list[Mapping[str, Any]] = []
         self.ends: dict[str, Ends] = ends_of(())
         self._tails = [
-            self._tail("metrics.jsonl", lambda path, row: self.steps.append(checked_row(path, "step", row)), self.steps),
+            self._tail(
+                "metrics.jsonl", lambda path, row: self.steps.append(checked_row(path, "step", row)), self.steps
+            ),
             self._tail("eval.jsonl", lambda path, row: self.evals.append(checked_row(path, "eval", row)), self.evals),
             self._tail(
                 "rewards.jsonl", lambda path, row: self.rewards.append(checked_rewards(path, row)), self.rewards
@@ -121,7 +123,8 @@ class _Arm:
 
     def read(self) -> bool:
         """Read what is new of all files; whether there was anything."""
-        return any([tail.read() for tail in self._tails])
+        changed = [tail.read() for tail in self._tails]
+        return any(changed)
 
     def data(self, key: str, label: str) -> ArmData:
         """What was read so far."""
@@ -146,7 +149,8 @@ class RunFollower:
         """Whether anything has changed since the last call. What the disk refuses is a problem, no error."""
         known = len(self.problems), self.problems[-1:]
         try:
-            changed = any([self._read_config(), self._read_progress(), *[arm.read() for arm in self._arms]])
+            parts = [self._read_config(), self._read_progress(), *[arm.read() for arm in self._arms]]
+            changed = any(parts)
         except OSError as error:
             self._problem(f"{error.filename}: {error.strerror}")
             changed = False

@@ -88,9 +88,9 @@ class RunProgress:
         if self.console.is_terminal and not self.quiet:
             self._bars = Progress(
                 SpinnerColumn(finished_text=" "),
-                TextColumn("{task.description}", table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)),
+                TextColumn("{task.description}", markup=False, table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[count]}"),
+                TextColumn("{task.fields[count]}", markup=False),
                 _Elapsed(),
                 console=self.console,
                 transient=True,
@@ -175,9 +175,7 @@ class RunProgress:
             if task is not None:
                 self._bars.remove_task(task)
         text = f"{self._phase}{f' ({self._count()})' if self._total else ''}"
-        self.console.print(
-            Text.assemble(("✓ ", "green"), text, (f"  {duration(self._clock() - self._since)}", "dim"))
-        )
+        self.console.print(Text.assemble(("✓ ", "green"), text, (f"  {duration(self._clock() - self._since)}", "dim")))
         self._now = self._steps = None
 
     def _line(self, text: str, *, timed: bool = True) -> None:

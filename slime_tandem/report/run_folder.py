@@ -224,7 +224,9 @@ class RunWriter:
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}])
+        self._append(
+            self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
+        )
         self._seen.add((step, phase))
         self._events.scalars(step, row)
 

@@ -4,7 +4,7 @@ Every figure of an evaluation is a ratio of two sums over prompts (a mean is one
 The prompts are what was sampled, so they are what is resampled: all responses of a prompt move together, and all figures
 share the same resamples. A figure that compares two conditions is therefore paired by prompt. It knows no metric's name.
 
-scipy has each method in the plain case, and tests/report/test_statistics.py holds ours to it: pass@k to `scipy.stats.hypergeom`,
+scipy has each method in the plain case, and tests/report/test_statistics.py holds ours to it: pass@k to its `hypergeom`,
 `interval` to `scipy.stats.bootstrap` on the same resamples, the intervals of differences to its BCa and to statsmodels. Ours
 add what scipy has not: several figures over shared resamples, a denominator that a resample leaves at 0, and figures that
 are 0 or 1 on every prompt, of which BCa makes NaN.

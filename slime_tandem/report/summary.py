@@ -168,7 +168,8 @@ _OTHERS = {"phase": "a name", RIGHT: "by metric a list of numbers in [0, 1] or n
 
 def _is_right(value: object) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(shares, list) and all(_is_value(share, fraction=True) for share in shares) for shares in value.values()
+        isinstance(shares, list) and all(_is_value(share, fraction=True) for share in shares)
+        for shares in value.values()
     )
 
 
@@ -201,7 +202,9 @@ def summary_of(config: RunConfig, files: RunFiles, control_files: RunFiles | Non
     control = None if control_files is None else _part(CONTROL_LABEL, control_files)
     verdict = _verdict(run, config, _first_and_last(files))
     if control is not None and control_files is not None:
-        verdict["control"] = _against(control, run, config, _first_and_last(control_files)[1], _first_and_last(files)[1])
+        verdict["control"] = _against(
+            control, run, config, _first_and_last(control_files)[1], _first_and_last(files)[1]
+        )
     return {
         "name": config.name,
         "seed": config.seed,
@@ -274,7 +277,11 @@ def _seconds(steps: Sequence[Row]) -> Seconds:
 
 def _measured(config: RunConfig) -> tuple[str, str]:
     """The metric that decides, and what it is called."""
-    return ("eval/tandem_accuracy", "tandem accuracy") if config.tandem.enabled else ("eval/solo_accuracy", "solo accuracy")
+    return (
+        ("eval/tandem_accuracy", "tandem accuracy")
+        if config.tandem.enabled
+        else ("eval/solo_accuracy", "solo accuracy")
+    )
 
 
 def _interval(
@@ -284,7 +291,8 @@ def _interval(
 
     Rows that do not say which prompts were right (of older runs) give an interval as of other prompts, which is too wide.
     """
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     first, second = (row.get(RIGHT, {}).get(metric, ()) for row in (before, after))
     if first and len(first) == len(second):
         pairs = [b - a for a, b in zip(first, second, strict=True) if a is not None and b is not None]

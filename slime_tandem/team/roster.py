@@ -152,7 +152,8 @@ class Roster:
     `members` (`members_of`) and `teacher_specs` say who; `folders` and `tokenizers` have one entry for each
     member. `own_teachers` are those of the specs with a scorer of the user's own: they have no server, and no member here.
     `boundaries` are the ids after which an author may change, `tandem_rule` hands over at them, `solo_rule` is the senior's
-    alone. `log` hears how built-in models that are missing are made; None: it is printed. `spellers` are the junior's and the senior's, None where they share a tokenizer. `environments` answer between turns.
+    alone. `log` hears how built-in models that are missing are made; None: it is printed. `spellers` are the junior's and the
+    senior's, None where they share a tokenizer. `environments` answer between turns.
 
     Raises ModelError, TokenizerMismatchError and ConfigError, all before anything is started. A run is then
 

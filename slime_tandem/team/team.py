@@ -43,8 +43,8 @@ def most_tokens(setting: int | Literal["auto"] | None, responses: int) -> int | 
 class Team:
     """The models of a roster at work; a context manager that leaves no process behind. Logs of its servers go to `log_dir`.
 
-    `servers` has the clients, for questions that are no rollout's; `ready` hears of each role that answers. Raises ConfigError before any server is started, EngineError
-    kinds and ModelError (a running server of another model) after.
+    `servers` has the clients, for questions that are no rollout's; `ready` hears of each role that answers. Raises ConfigError
+    before any server is started, EngineError kinds and ModelError (a running server of another model) after.
     """
 
     def __init__(self, roster: Roster, log_dir: Path, *, ready: Callable[[Role], None] = lambda role: None) -> None:
