@@ -289,6 +289,7 @@ def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
         config.optimizer,
         trust_remote_code=config.models.trust_remote_code,
         threads=config.train.threads,
+        checkpointed=config.train.gradient_checkpointing,
     )
     reference = None
     if config.objective.kl_coef > 0:

@@ -259,6 +259,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         kept = {k: v for k, v in tree.pop(section, {}).items() if k not in names}
         tree |= {section: kept} if kept else {}
     tree.pop("seed", None)
+    if config.train.epochs_per_step > 1:  # the rest of `train` is said by flags
+        tree["train"] = {"epochs_per_step": config.train.epochs_per_step}
     for name in ("senior", "template_kwargs"):
         tree.get("models", {}).pop(name, None)
     return tree
@@ -301,8 +303,10 @@ def _rollout(config: RunConfig) -> list[str]:
 
 def _objective(config: RunConfig) -> list[str]:
     o, own = config.objective, config.cluster.loss == "own"
-    # Beside slime's own loss the user's flags choose the estimator, the entropy bonus and whose log-probs are the old policy's.
-    flags = ["--advantage-estimator", "grpo", "--entropy-coef", "0"] if own else []
+    # Beside slime's own loss the user's flags choose the estimator and whose log-probs are the old policy's.
+    flags = ["--advantage-estimator", "grpo"] if own else []
+    if own or o.entropy_coef > 0:
+        flags += ["--entropy-coef", _number(o.entropy_coef)]
     flags += ["--loss-type", "custom_loss" if own else "policy_loss"]
     if own and o.rollout_weights == "none":
         flags.append("--use-rollout-logprobs")
