@@ -22,16 +22,19 @@ def load_parts(run_dir: Path) -> tuple[Mapping[str, Any], ...]:
     Raises RunDirError for damaged ones.
     """
     path = run_dir / FILE
-    rows = tuple(read_rows(path))
-    for row in rows:
-        names = all(isinstance(row.get(name), str) for name in ("phase", "task", "part"))
-        mean = row.get("mean")
-        number = isinstance(mean, int | float) and not isinstance(mean, bool) and abs(mean) <= _LARGEST
-        if not (names and number):
-            found = {name: row.get(name) for name in ("phase", "task", "part", "mean")}
-            expected = "phase, task and part, and a finite mean"
-            raise RunDirError(f"{path} step {row['step']}", found, expected, "restore the file, or delete this line")
-    return rows
+    return tuple(checked_parts(path, row) for row in read_rows(path))
+
+
+def checked_parts(path: Path, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row itself; raises RunDirError for a damaged one."""
+    names = all(isinstance(row.get(name), str) for name in ("phase", "task", "part"))
+    mean = row.get("mean")
+    number = isinstance(mean, int | float) and not isinstance(mean, bool) and abs(mean) <= _LARGEST
+    if not (names and number):
+        found = {name: row.get(name) for name in ("phase", "task", "part", "mean")}
+        expected = "phase, task and part, and a finite mean"
+        raise RunDirError(f"{path} step {row['step']}", found, expected, "restore the file, or delete this line")
+    return row
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]]) -> tuple[Means, Means]:

@@ -88,7 +88,7 @@ class Parameters:
     where: str
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise DataError for a parameter that is neither known nor a column of these prompts: of each; of a batch's, of any."""
+        """Raise DataError for a parameter that is neither known nor a column of these prompts: of each; for a batch of any."""
         known = OF_A_RESPONSE.keys() | OF_BOTH.keys() | SYNONYMS.keys()
         for name in self.needed:
             if _singular(name) not in known:
