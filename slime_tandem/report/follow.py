@@ -18,6 +18,8 @@ from slime_tandem.errors import TandemError, printable
 from slime_tandem.files import MOST_JSON
 from slime_tandem.report.html import ArmData
 from slime_tandem.report.progress import PROGRESS_FILE
+from slime_tandem.report.reward_parts import FILE as PARTS_FILE
+from slime_tandem.report.reward_parts import checked_parts
 from slime_tandem.report.run_folder import read_row
 from slime_tandem.report.summary import CONTROL_LABEL, RunFiles, checked_rewards, checked_row, run_label
 from slime_tandem.report.transcripts import Ends, ends_of
@@ -79,13 +81,14 @@ class Tail:
 
 
 class _Arm:
-    """The four files of one run in a folder."""
+    """The five files of one run in a folder."""
 
     def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
         self.folder, self._problem = folder, problem
         self.steps: list[Mapping[str, Any]] = []
         self.evals: list[Mapping[str, Any]] = []
         self.rewards: list[Mapping[str, Any]] = []
+        self.parts: list[Mapping[str, Any]] = []
         self.ends: dict[str, Ends] = ends_of(())
         self._tails = [
             self._tail(
@@ -95,6 +98,7 @@ class _Arm:
             self._tail(
                 "rewards.jsonl", lambda path, row: self.rewards.append(checked_rewards(path, row)), self.rewards
             ),
+            self._tail(PARTS_FILE, lambda path, row: self.parts.append(checked_parts(path, row)), self.parts),
             self._tail("transcripts.jsonl", self._transcript, None),
         ]
 
@@ -128,7 +132,8 @@ class _Arm:
 
     def data(self, key: str, label: str) -> ArmData:
         """What was read so far."""
-        return ArmData(key, label, RunFiles(list(self.steps), list(self.evals)), list(self.rewards), self.ends)
+        files = RunFiles(list(self.steps), list(self.evals))
+        return ArmData(key, label, files, list(self.rewards), self.ends, list(self.parts))
 
 
 class RunFollower:
