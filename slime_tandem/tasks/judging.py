@@ -272,7 +272,10 @@ def require_some(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"]
     failed = [verdict for verdict in verdicts if verdict.reward is None]
     if not failed:
         return None
-    first = list(dict.fromkeys(f"{verdict.problem}: {verdict.why}" for verdict in failed))[:3]
+    of_kind: dict[str | None, str] = {}
+    for verdict in failed:
+        of_kind.setdefault(verdict.problem, f"{verdict.problem}: {verdict.why}")
+    first = list(of_kind.values())
     if on_failed == "stop" or len(failed) == len(verdicts):
         raise DataError(
             "responses without a reward",

@@ -484,3 +484,25 @@ def test_a_file_without_labels_goes_with_a_reward_that_needs_none(sized: Sized, 
     plan(sized(tasks=tasks, cluster={"reward": "my_module.my_reward"}), tmp_path / "a")
     with pytest.raises(DataError, match="label"):
         plan(sized(tasks=tasks, cluster={"reward": "math"}), tmp_path / "a")
+
+
+def test_slimes_real_parser_takes_plans_with_rewards(slime_here: Any, sized: Sized, tmp_path: Path) -> None:
+    """A dry run of a plan with a reward of two parts, and with a function of slime's signature."""
+    (tmp_path / "plan_rewards.py").write_text(OWN_REWARDS)
+    environment = slime_here.environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    weights = {"correct": 1.0, "brief": 0.1}
+    tasks = [{"family": "chain_sum", "reward": "plan_rewards:two_parts", "reward_weights": weights}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        launches = [
+            plan(sized(tasks=tasks), tmp_path / "ours"),
+            plan(
+                sized(), tmp_path / "theirs", extra=["--custom-rm-path", "plan_rewards.theirs", "--reward-key", "score"]
+            ),
+        ]
+    for launch in launches:
+        launch.write()
+        command = [slime_here.python, "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser", *launch.flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
