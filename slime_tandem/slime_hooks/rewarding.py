@@ -7,6 +7,7 @@ What a verdict leaves in a sample is `wire`'s; what becomes of a failed one is t
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,9 @@ class Judges:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self._judges: dict[int, Judge] = {}
-        self._waiting: dict[tuple[int, int], _Together] = {}
+        self._waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, _Together]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def judge(self, index: int) -> Judge:
         """Of a task by number. Raises ConfigError as a `TaskSet`."""
@@ -50,10 +53,10 @@ class Judges:
         if judge.own is None:
             (found,) = await asyncio.to_thread(judge.verdicts, [response])
             return found
-        key = (id(asyncio.get_running_loop()), index)
-        if key not in self._waiting:
-            self._waiting[key] = _Together(judge, self.config.reward.own_processes)
-        return await self._waiting[key].verdict(response)
+        here = self._waiting.setdefault(asyncio.get_running_loop(), {})
+        if index not in here:
+            here[index] = _Together(judge, self.config.reward.own_processes)
+        return await here[index].verdict(response)
 
     async def verdicts(self, index: int, responses: Sequence[Response]) -> list[Verdict]:
         """On a whole group of one task, in one call where the reward takes batches."""
