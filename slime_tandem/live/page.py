@@ -65,7 +65,11 @@ class LivePage:
 
     def newer(self, version: int) -> list[tuple[int, str, str]]:
         """(version, name, HTML) of every part that changed since `version`, oldest first."""
-        parts = [(number, name, text) for name, (number, text) in self._parts.items() if number > version and text is not None]
+        parts = [
+            (number, name, text)
+            for name, (number, text) in self._parts.items()
+            if number > version and text is not None
+        ]
         return sorted(parts, key=lambda part: part[0])
 
     def whole(self, boot: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-
 from yarl import URL
 
 from slime_tandem import cli
@@ -69,7 +68,9 @@ def is_beat(event: dict[str, Any]) -> bool:
 
 
 def has(name: str, text: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda event: event.get("event") == "part" and event["data"]["name"] == name and text in event["data"]["html"]
+    return lambda event: (
+        event.get("event") == "part" and event["data"]["name"] == name and text in event["data"]["html"]
+    )
 
 
 @pytest.mark.parametrize(
