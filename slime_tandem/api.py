@@ -67,6 +67,7 @@ def score(
     top_k: int = 0,
     thinking: Thinking = "keep",
     template_kwargs: Mapping[str, Any] | None = None,
+    student_template_kwargs: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     dtype: str = "float32",
     cache_dir: str | Path = _CACHE,
@@ -98,6 +99,7 @@ def score(
                 source, output, str(student), str(teacher), Path(cache_dir),
                 teacher_url=teacher_url, policy=policy, top_k=top_k, thinking=thinking,
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
+                student_template_kwargs=None if student_template_kwargs is None else dict(student_template_kwargs),
                 api_key=api_key, dtype=dtype, trust_remote_code=trust_remote_code,
             )
         )  # fmt: skip

@@ -6,6 +6,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -258,7 +259,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         kept = {k: v for k, v in tree.pop(section, {}).items() if k not in names}
         tree |= {section: kept} if kept else {}
     tree.pop("seed", None)
-    tree.get("models", {}).pop("senior", None)
+    for name in ("senior", "template_kwargs"):
+        tree.get("models", {}).pop(name, None)
     return tree
 
 
@@ -291,6 +293,8 @@ def _rollout(config: RunConfig) -> list[str]:
     flags += ["--rollout-top-p", "1", "--rollout-top-k", str(s.top_k)]  # top_p stays in our section: docs/slime.md
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
+    if config.models.template_kwargs:
+        flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
     return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
 

@@ -199,9 +199,17 @@ class Roster:
             if member.url is None or role == "senior":
                 check_model_folder(folder)
             self.tokenizers[role] = ModelTokenizer.load(
-                folder, trust_remote_code=models.trust_remote_code, text_markers=models.text_markers
+                folder,
+                trust_remote_code=models.trust_remote_code,
+                text_markers=models.text_markers,
+                template_kwargs=self._template_kwargs(role),
             )
             require_rows(self.tokenizers[role], special=special)
+
+    def _template_kwargs(self, role: Role) -> Mapping[str, Any]:
+        """Variables of a role's chat template: each teacher's own, else those of all that write."""
+        spec = self.teacher_specs.get(role)
+        return self.config.models.template_kwargs if spec is None else spec.template_kwargs
 
     def _check_list_lengths(self) -> None:
         if not self.teacher_specs:
@@ -233,9 +241,8 @@ class Roster:
 
     @property
     def chats(self) -> dict[Role, Chat]:
-        """The chat template of each member, a teacher's with its variables."""
-        kwargs = {role: spec.template_kwargs for role, spec in self.teacher_specs.items()}
-        return {role: tokenizer.chat(kwargs.get(role)) for role, tokenizer in self.tokenizers.items()}
+        """The chat template of each member with its variables."""
+        return {role: tokenizer.chat() for role, tokenizer in self.tokenizers.items()}
 
     @property
     def fused(self) -> bool:
@@ -306,9 +313,8 @@ class Roster:
         Raises ModelError for a server of another model, or a tokenizer that cannot be aligned.
         """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
-        kwargs = spec.template_kwargs
         with _of_role(role):
-            chat = t.chat(kwargs)
+            chat = t.chat()
         teacher = Teacher.by_template(
             engine,
             self.student.chat(),
