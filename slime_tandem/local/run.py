@@ -27,7 +27,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.config.section import set_in
 from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError, TeacherScoreError
-from slime_tandem.files import read_text, record_of
+from slime_tandem.files import read_json, read_text, record_of
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder, step_of, unusable
 from slime_tandem.megatron.policy import MegatronPolicy
@@ -47,6 +47,7 @@ from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.first_look import looks, why_equal
+from slime_tandem.tasks.row_files import Source
 from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
@@ -157,6 +158,7 @@ def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary
             roster = Roster(config, log=progress.say)
             architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
+            _check_data(run_dir / "data.json", tasks)
             team = Team(roster, run_dir / "logs", ready=lambda role: progress.advance(f"{role}: answers"))
             progress.phase(f"starting servers: {', '.join(roster.roles)}", total=len(roster.roles), unit="server")
             with team:
@@ -165,10 +167,11 @@ def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary
                 if roster.teacher_specs:
                     for teacher in team.panel.teachers:
                         progress.say(describe_special(teacher.aligner, teacher.name))
-                    for prompt in tasks.listed_prompts:  # a name that no teacher has is refused now, not when drawn
+                    for prompt in tasks.tagged_prompts:  # a name that no teacher has is refused now, not when drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
                 _keep_turns(run_dir / "turns.json", roster)
+                _keep_data(run_dir / "data.json", tasks)
                 for arm in arms:
                     _run_arm(arm, team, tasks, held_out, progress, resume=resume)
                 progress.phase("stopping servers")
@@ -254,6 +257,37 @@ def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
         )
 
 
+def _keep_data(path: Path, tasks: TaskSet) -> None:
+    """Save what the prompt files are."""
+    if not path.exists():
+        with disk_errors(path.parent):
+            kept = {str(task): source._asdict() for task, source in tasks.sources.items()}
+            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_data(path: Path, tasks: TaskSet) -> None:
+    """On a resumed run: that the prompt files are those that it was started with, to the byte."""
+    if not path.exists():
+        return
+    try:
+        kept = record_of(dict[str, dict[str, Any]], read_json(path))
+        sources = {task: Source(**source) for task, source in kept.items()}
+    except (ValueError, TypeError, OSError) as error:
+        raise RunDirError(
+            "record of the data", str(path), f"what this run kept ({error})", "restore the file"
+        ) from None
+    for task, source in tasks.sources.items():
+        old = sources.get(str(task), source)
+        if (old.size, old.digest) != (source.size, source.digest):
+            raise RunDirError(
+                f"tasks.{task}.path",
+                source.name,
+                f"the rows that the run was started with: {old.size} bytes with SHA-256 {old.digest[:12]}..., not "
+                f"{source.size} with {source.digest[:12]}...",
+                "restore the file, or start again under another `name`",
+            )
+
+
 def _run_arm(
     arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], progress: RunProgress, *, resume: bool
 ) -> None:
@@ -289,6 +323,7 @@ def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
         config.optimizer,
         trust_remote_code=config.models.trust_remote_code,
         threads=config.train.threads,
+        checkpointed=config.train.gradient_checkpointing,
     )
     reference = None
     if config.objective.kl_coef > 0:
@@ -334,7 +369,7 @@ def _take_steps(
     saved, whole = step, True
     try:
         while step < config.train.steps:
-            t0, retries = time.perf_counter(), team.servers.retries
+            t0, retries, skipped = time.perf_counter(), team.servers.retries, tasks.skipped_rows
             scored, seconds = _rollout(arm, team, tasks, step, progress)
             if step == 0 and config.objective.reward_coef > 0:
                 _say_if_equal(progress, tasks, scored)
@@ -343,6 +378,7 @@ def _take_steps(
             with _shielded():
                 whole = False
                 row = _learn(trainer, arm, team, step, scored, seconds, progress)
+                row["rollout/skipped_rows"] = float(tasks.skipped_rows - skipped)
                 row["engine/retries"] = float(team.servers.retries - retries)
                 row["time/step_s"] = time.perf_counter() - t0
                 writer.write_step(step, row)
@@ -394,7 +430,8 @@ def _learn(
     seconds: dict[str, float],
     progress: RunProgress,
 ) -> dict[str, float | None]:
-    """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
+    """Update, send the new weights; the step's row of metrics but for `rollout/skipped_rows`, `engine/retries` and
+    `time/step_s`."""
     t1 = time.perf_counter()
     progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
