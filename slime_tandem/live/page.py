@@ -38,6 +38,7 @@ class LivePage:
         names = (_NOW, "suite") if self.is_suite else (_NOW, *PARTS)
         self.version = 0
         self._parts: dict[str, tuple[int, str | None]] = dict.fromkeys(names, (0, None))
+        self._parts[_NOW] = (0, self._now("reading the folder"))
         self.changed_at = time.time()
         """When the folder was last seen to change."""
         style = source(self._env, "report.css") + source(self._env, "live.css")

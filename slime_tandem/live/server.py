@@ -31,6 +31,7 @@ POLL_S = 1.0
 _BEAT_S = 5.0
 _SEND_S = 30.0
 """Within which a browser must take what it is sent, else it is left; it comes back by itself."""
+_FIRST_S = 2.0
 _CHUNK = 2**15
 _BUFFER = 2**18
 _HEADERS = {
@@ -62,7 +63,13 @@ class LiveServer:
         return f"http://{HOST}:{self.port}/"
 
     async def __aenter__(self) -> LiveServer:
-        await asyncio.to_thread(self.page.refresh)
+        self._following = asyncio.create_task(self._follow())
+        self._tasks.push_async_callback(_ended, self._following)
+        async with self._changed:
+            # The folder of a long run may take a while: the page then says so until it is read.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_S):
+                    await self._changed.wait_for(partial(self._is_newer, 0))
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/events", self._events)
@@ -70,8 +77,6 @@ class LiveServer:
         await runner.setup()
         self._tasks.push_async_callback(runner.cleanup)
         self.port = await self._listen(runner)
-        self._following = asyncio.create_task(self._follow())
-        self._tasks.push_async_callback(_ended, self._following)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -98,10 +103,10 @@ class LiveServer:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_s)
             if await asyncio.to_thread(self.page.refresh):
                 async with self._changed:
                     self._changed.notify_all()
+            await asyncio.sleep(self._poll_s)
 
     @web.middleware
     async def _guard(

@@ -336,3 +336,27 @@ def test_a_folder_that_may_not_be_read_is_said(make_run):
             return await answer.text()
 
     assert "metrics.jsonl" in with_server(run_dir, use)
+
+
+def test_a_suite_is_followed_too(folder):
+    async def use(server, http):
+        async with http.get(server.url + "events") as answer:
+            await events(answer, has("suite", "tip 1"))
+            row = json.loads((folder / "20-seed1" / "eval.jsonl").read_text().splitlines()[-1])
+            with (folder / "20-seed1" / "eval.jsonl").open("a") as file:
+                file.write(json.dumps({**row, "eval/solo_accuracy": 0.125}) + "\n")
+            await events(answer, has("suite", "0.375"))  # of 0.625 and 0.125
+            (folder / "method_mapping.csv").write_text("idx\n1\n")
+            await events(answer, has("now", "restore the file"))
+
+    with_server(folder, use)
+
+
+def test_a_suite_without_a_finished_run_has_a_page(tmp_path):
+    (tmp_path / "method_mapping.csv").write_text("idx,method,mask,ratio,seed,run\n1,tip,tip,0.1,0,x\n")
+
+    async def use(server, http):
+        async with http.get(server.url) as answer:
+            return await answer.text()
+
+    assert "run the suite first" in with_server(tmp_path, use)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tandem.config import RunConfig
-from slime_tandem.report.follow import MAX_PROBLEMS, RunFollower, Tail
+from slime_tandem.report.follow import MAX_PROBLEMS, RunFollower, Tail, _RawEnds
 from slime_tandem.report.run_folder import RunWriter
+from slime_tandem.report.transcripts import ends_of
 
 from .conftest import eval_row, step_row
 
@@ -158,3 +159,26 @@ def test_a_broken_config_is_a_problem_until_it_is_mended(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("name: demo\n")
     assert follower.read() is True
     assert follower.config is not None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["train", "eval", "other"]), st.booleans()), max_size=20))
+def test_transcripts_by_their_heads_are_those_of_all_rows(rows: list[tuple[int, str, bool]]) -> None:
+    """Whether a line begins as ours do or its keys stand in another order: the first and the last step are kept."""
+    problems: list[str] = []
+    raw = _RawEnds(Path("transcripts.jsonl"), problems.append)
+    whole = []
+    for number, (step, phase, ours) in enumerate(rows, 1):
+        row = {"step": step, "phase": phase, "prompt": number}
+        raw.add(json.dumps(row if ours else dict(reversed(row.items()))).encode(), number)
+        whole.append(row)
+        assert raw.ends() == ends_of(whole)
+    assert problems == []
+
+
+def test_a_line_that_is_no_transcript_is_a_problem() -> None:
+    problems: list[str] = []
+    raw = _RawEnds(Path("transcripts.jsonl"), problems.append)
+    raw.add(b"nothing", 1)
+    raw.add(b'{"step": 1, "phase": "train", ', 2)
+    assert raw.ends()["train"].first == []
+    assert ["transcripts.jsonl:1" in problems[0], "transcripts.jsonl:2" in problems[1]] == [True, True]

@@ -96,9 +96,14 @@ def test_the_display_fits_the_terminal(width: int) -> None:
 
 def test_a_run_that_ends_badly_leaves_no_tick() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with pytest.raises(ValueError, match="x"), RunProgress(console=console) as progress:
-        progress.phase("reading prompts")
-        raise ValueError("x")
+
+    def run() -> None:
+        with RunProgress(console=console) as progress:
+            progress.phase("reading prompts")
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        run()
     assert "✗ reading prompts" in text_of(console)
     assert "✓" not in text_of(console)
 
