@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from scipy import stats
 from statsmodels.stats.proportion import confint_proportions_2indep
 
