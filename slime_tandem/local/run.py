@@ -38,6 +38,7 @@ from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
 from slime_tandem.report.run_folder import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
 from slime_tandem.report.summary import Summary, summarise, write_summary
+from slime_tandem.report.trackers import Trackers, require_trackers
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
@@ -133,6 +134,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
+    require_trackers(config)
     tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
     print(*tasks.notes, sep="\n", end="\n" if tasks.notes else "", file=sys.stderr, flush=True)
     held_out = tasks.heldout_prompts(config.eval.prompts)
@@ -274,7 +276,15 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
     config = arm.config
     trainer, step = _trainer(arm, team, resume=resume)
     resumed = resume and (arm.folder / "config.yaml").exists()
-    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+    with (
+        Trackers(config, arm.folder, name=_tracked_as(arm), say=_say) as trackers,
+        RunWriter(
+            arm.folder,
+            resume_step=step if resumed else None,
+            tensorboard="tensorboard" in config.report_to,
+            trackers=trackers,
+        ) as writer,
+    ):
         writer.write_config(config)
         done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
@@ -292,6 +302,14 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
         step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
         if step:
             _evaluate(writer, team, tasks, held_out, config, step, "after")
+
+
+def _tracked_as(arm: Arm) -> str:
+    return arm.config.name if arm.name == "run" else f"{arm.config.name}-{arm.name}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
