@@ -8,7 +8,6 @@ with the process: gzip as it unpacks, Parquet as Arrow. A JSON list is read whol
 from __future__ import annotations
 
 import bisect
-import contextlib
 import csv
 import datetime
 import decimal
@@ -40,6 +39,8 @@ Row = tuple[str, dict[str, Any] | DataError | None]
 EXAMPLE = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
 EXTRA = "pip install 'slime-tandem[data]'"
 _BOM = b"\xef\xbb\xbf"
+_TURNS = ("messages", "prompt", "conversations")
+"""Keys of a row whose lists of objects are no rows."""
 _CHUNK = 2**24
 _BATCH = 2**14
 
@@ -248,16 +249,15 @@ def _refuse_object(file: IO[bytes], source: Source) -> None:
     """Raise DataError for one object that holds the rows in a list, as `{"data": [...]}`: nobody guesses by which key."""
     file.seek(0)
     text = file.read(MOST_JSON + 1)
-    if len(text) > MOST_JSON:
-        return
-    with contextlib.suppress(ValueError):  # several lines, or broken: each line says why
+    try:
         value = parse_json(text.removeprefix(_BOM))
-        held = [key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
-        if held and not {"role", "content"} <= set(value[held[0]][0]):
-            expected = f"a list of objects, or an object a line; here the rows are under the key `{held[0]}`"
-            raise DataError(
-                "path", source.name, expected, f"save that list alone, e.g. jq -c '.{held[0]}[]' FILE > rows.jsonl"
-            )
+    except ValueError:  # several lines, or broken: each line says why
+        return
+    held = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    if len(held) == 1 and held[0] not in _TURNS:
+        expected = f"a list of objects, or an object a line; here the rows are under the key `{held[0]}`"
+        remedy = f"save that list alone, e.g. jq -c '.{held[0]}[]' FILE > rows.jsonl"
+        raise DataError("path", source.name, expected, remedy)
 
 
 def _csv(file: IO[bytes], source: Source, delimiter: str = ",") -> Rows:

@@ -186,7 +186,7 @@ def test_a_record_of_trackers_that_is_broken(tmp_path: Path) -> None:
     config = RunConfig.from_mapping({"report_to": "wandb"})
     with (
         Trackers(config, tmp_path, name="a", openers={"wandb": unopened}) as trackers,
-        pytest.raises(RunDirError, match="record of the trackers.*or delete it"),
+        pytest.raises(RunDirError, match=r"record of the trackers.*or delete it"),
     ):
         trackers.log(0, {})
 
