@@ -261,7 +261,7 @@ def _refuse_object(file: IO[bytes], source: Source) -> None:
 
 
 def _csv(file: IO[bytes], source: Source, delimiter: str = ",") -> Rows:
-    ends, digest, plain = _pass(file)
+    ends, digest, plain = _pass(file, table=True)
     lines: Sequence[int] = range(len(ends) - 1)
     if not plain:  # a cell may hold the end of a line
         ends, lines = _rows_of_csv(file, delimiter)
@@ -301,8 +301,11 @@ def _counted(lines: Iterable[str], spent: list[int]) -> Iterator[str]:
         yield line
 
 
-def _pass(file: IO[bytes]) -> tuple[npt.NDArray[np.uint64], str, bool]:
-    """(where lines begin, and the end of the last; the SHA-256; whether each line is a row of CSV: no quotes, no bare \\r)."""
+def _pass(file: IO[bytes], *, table: bool = False) -> tuple[npt.NDArray[np.uint64], str, bool]:
+    """(where lines begin, and the end of the last; the SHA-256; whether each line is a row of CSV: no quotes, no bare \\r).
+
+    Of a `table` of which it is not, the lines are not kept.
+    """
     file.seek(0)
     sha, at, plain = hashlib.sha256(), 0, True
     parts = [np.zeros(1, dtype=np.uint64)]
@@ -314,10 +317,12 @@ def _pass(file: IO[bytes]) -> tuple[npt.NDArray[np.uint64], str, bool]:
             if hashed is not None:
                 hashed.result()
             hashed = beside.submit(sha.update, chunk)
-            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10).astype(np.uint64)
-            ends += np.uint64(at + 1)
-            parts.append(ends)
             plain = plain and b'"' not in chunk and chunk.count(b"\r") == chunk.count(b"\r\n")
+            if plain or not table:
+                ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10).astype(np.uint64)
+                parts.append(ends + np.uint64(at + 1))
+            else:
+                del parts[1:]
             at += len(chunk)
     last = next(int(part[-1]) for part in reversed(parts) if part.size)
     if last != at:

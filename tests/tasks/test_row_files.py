@@ -51,6 +51,8 @@ def test_json_lines_are_cut_as_their_writer_wrote_them(rows: list[Any], end: str
     st.booleans(),
 )
 def test_csv_is_cut_where_csv_cuts_it(rows: list[tuple[str, str]], end: str, quoting: Any, bom: bool) -> None:
+    if quoting == csv.QUOTE_MINIMAL:  # which leaves a bare \r bare, and csv ends a row there
+        rows = [(a.replace("\r", ""), b.replace("\r", "")) for a, b in rows]
     text = io.StringIO()
     csv.writer(text, lineterminator=end, quoting=quoting).writerows([("a", "b"), *rows])
     path = Path(os.environ["PYTEST_TMP"]) / "a.csv"
