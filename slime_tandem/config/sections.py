@@ -195,9 +195,14 @@ class TrainConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, description="group size K")
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
     epochs_per_step: int = Field(
-        1, ge=1, le=4, description="passes over each rollout, with its old and reference log-probs (local runs alone)"
+        1, ge=1, le=4, description="passes over each rollout, with the old and reference log-probs of the first"
     )
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
+    gradient_checkpointing: bool = Field(
+        False,
+        description="local runs: a layer computes its activations again in the backward pass instead of keeping them "
+        "(under slime: cluster.recompute)",
+    )
     save_every: int = Field(10, ge=1, description="steps between checkpoints")
     threads: int | None = Field(None, ge=1, le=1024, description="torch threads of the trainer; null: all cores")
 

@@ -6,6 +6,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -289,7 +290,10 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         kept = {k: v for k, v in tree.pop(section, {}).items() if k not in names}
         tree |= {section: kept} if kept else {}
     tree.pop("seed", None)
-    tree.get("models", {}).pop("senior", None)
+    if config.train.epochs_per_step > 1:  # the rest of `train` is said by flags
+        tree["train"] = {"epochs_per_step": config.train.epochs_per_step}
+    for name in ("senior", "template_kwargs"):
+        tree.get("models", {}).pop(name, None)
     return tree
 
 
@@ -322,14 +326,18 @@ def _rollout(config: RunConfig) -> list[str]:
     flags += ["--rollout-top-p", "1", "--rollout-top-k", str(s.top_k)]  # top_p stays in our section: docs/slime.md
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
+    if config.models.template_kwargs:
+        flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
     return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
 
 
 def _objective(config: RunConfig) -> list[str]:
     o, own = config.objective, config.cluster.loss == "own"
-    # Beside slime's own loss the user's flags choose the estimator, the entropy bonus and whose log-probs are the old policy's.
-    flags = ["--advantage-estimator", "grpo", "--entropy-coef", "0"] if own else []
+    # Beside slime's own loss the user's flags choose the estimator and whose log-probs are the old policy's.
+    flags = ["--advantage-estimator", "grpo"] if own else []
+    if own or o.entropy_coef > 0:
+        flags += ["--entropy-coef", _number(o.entropy_coef)]
     flags += ["--loss-type", "custom_loss" if own else "policy_loss"]
     if own and o.rollout_weights == "none":
         flags.append("--use-rollout-logprobs")

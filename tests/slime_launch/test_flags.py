@@ -32,6 +32,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
     (reference / "latest_checkpointed_iteration.txt").write_text("release")
     config = sized(
         seed=7,
+        models={"template_kwargs": {"enable_thinking": False}},
         sampling={"max_new_tokens": 512, "stop": ["\n\n", "END"]},
         train={"steps": 3, "updates_per_step": 2, "save_every": 5},
         objective={"clip_low": 0.1, "kl_coef": 0.01, "kl_estimator": "k2", "scale_advantages": "std"},
@@ -49,6 +50,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--rollout-batch-size": ["6"],
         "--n-samples-per-prompt": ["8"],
         "--rollout-stop": ["\n\n", "END"],
+        "--apply-chat-template-kwargs": ['{"enable_thinking": false}'],
         "--eps-clip": ["0.1"],
         "--kl-loss-coef": ["0.01"],
         "--kl-loss-type": ["k2"],
@@ -74,6 +76,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
     assert list(settings) == [KEY], "slime sets every key on its arguments"
     assert settings[KEY]["tandem"] == {"prob_senior": 0.3}
     assert not {"optimizer", "train", "seed", "cluster", "sampling"} & settings[KEY].keys()
+    assert "template_kwargs" not in settings[KEY]["models"]
     # What is left to the file and what the flags say make the same run.
     assert RunConfig.from_mapping(settings[KEY]).objective == config.objective
 
