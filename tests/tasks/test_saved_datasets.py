@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,34 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"hub='nobody/nothing': .*can be reached.*save_to_disk.*tasks\[\]\.path"):
         read_prompts(TaskSpec(family="jsonl", hub="nobody/nothing"))
+
+
+def test_a_dataset_of_a_hub_is_read_and_kept_for_when_there_is_no_network(tmp_path: Path) -> None:
+    """By the real library, from a stand-in for the hub. A program beside the data is not run."""
+
+    def asked(*more: str) -> dict[str, Any]:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.tasks.hub", str(tmp_path), *more]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {
+            "PYTHONPATH": os.pathsep.join(sys.path)
+        }
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+
+    found = asked()
+    assert found["main"]["labels"] == [str(i + 1) for i in range(20)]
+    assert found["main"]["note"].startswith("me/units[main/test]: 20 rows: prompt from question")
+    assert len(found["revision"]["labels"]) == 50
+    for name, says in (
+        ("no split", r"split of me/units=None: expected one of train, test\..*tasks\[\]\.split"),
+        ("subset", r"hub='me/units': expected a subset that there is .*\['main'\].*tasks\[\]\.subset"),
+        ("coded", r"hub='me/coded': expected data files: code of a dataset is never run"),
+        ("nobody", r"hub='me/none': .*DatasetNotFoundError.*check the name and your token"),
+    ):
+        assert re.search(says, found[name]), found[name]
+    again = asked("--offline")
+    assert again["main"] == found["main"], "from the cache"
+    assert "save_to_disk" in again["nobody"]
 
 
 def test_a_folder_of_the_hubs_name_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
