@@ -7,6 +7,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ WITH_JUNIOR = "hooks.generate_with_junior"
 """The same for an evaluation set that senior and junior write together."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
-LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "serving", "cluster")
+LAUNCHING = (
+    "name", "runs_dir", "report_to", "tracking", "optimizer", "train", "eval", "control", "serving", "cluster"
+)  # fmt: skip
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
@@ -141,6 +144,7 @@ def plan(
         *("--sglang-mem-fraction-static", f"{config.cluster.mem_fraction:g}"),
         *("--custom-config-path", str(settings)),
         *_hooks(config),
+        *_tracking(config, split(extra)),
     ]
     environment: dict[str, str] = {}
     if fused is not None:
@@ -160,6 +164,26 @@ def _sizes(config: RunConfig) -> list[str]:
     if config.cluster.layer_spec == "own":
         flags = [word for word in flags if word not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
     return [*flags, *length]
+
+
+def _tracking(config: RunConfig, theirs: Mapping[str, Sequence[str]]) -> list[str]:
+    """slime's flags for `report_to`, without those of which the user gives one."""
+    to, tracking = config.report_to, config.tracking
+    flags: dict[str, tuple[str, ...]] = {}
+    project = tracking.project_of("wandb", os.environ)
+    if "tensorboard" in to:
+        flags |= {
+            "--use-tensorboard": (),
+            "--tb-project-name": (project,),
+            "--tb-experiment-name": (config.name,),
+        }
+    if "wandb" in to:
+        # The run is named by the group; without a suffix, so that a launch that goes on has the name that it had.
+        flags |= {"--use-wandb": (), "--wandb-project": (project,), "--wandb-group": (config.name,)}
+        flags |= {"--disable-wandb-random-suffix": (), "--wandb-dir": (str(config.run_dir.resolve()),)}
+        flags |= {"--wandb-team": (tracking.entity,)} if tracking.entity else {}
+        flags |= {"--wandb-mode": (tracking.mode,)} if tracking.mode else {}
+    return [word for name, values in flags.items() if name not in theirs for word in (name, *values)]
 
 
 def _hooks(config: RunConfig) -> list[str]:
@@ -232,6 +256,12 @@ def _not_under_slime(config: RunConfig) -> None:
             reward,
             reward is not None and reward.removeprefix("boxed_") not in RM_TYPES,
             f"null (this package's), or one of slime's {', '.join(RM_TYPES)}, also behind boxed_",
+        ),
+        (
+            "report_to",
+            [*config.report_to],
+            "trackio" in config.report_to,
+            "tensorboard or wandb: slime's trackers",
         ),
         (
             "cluster.reference",
