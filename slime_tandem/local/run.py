@@ -53,7 +53,7 @@ from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.team.token_bank import TokenBank
-from slime_tandem.training.metrics import rollout_metrics
+from slime_tandem.training.metrics import part_means, rewards_by_task, rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
@@ -396,8 +396,8 @@ def _take_steps(
                 row["engine/retries"] = float(team.servers.retries - retries)
                 row["time/step_s"] = time.perf_counter() - t0
                 writer.write_step(step, row)
-                rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                writer.write_rewards(step, reward_histograms(*rewards))
+                writer.write_rewards(step, reward_histograms(*rewards_by_task(scored)))
+                writer.write_parts(step, "train", part_means(scored))
                 shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
                 writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
                 progress.step(row)
@@ -504,6 +504,7 @@ def _evaluate(
     progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
     found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, told=progress.part)
     writer.write_eval(step, phase, found.metrics, found.right)
+    writer.write_parts(step, "eval", part_means(found.samples))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 
 

@@ -19,7 +19,7 @@ import yaml
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
-from slime_tandem.slime_hooks.refused import KEY
+from slime_tandem.slime_hooks.refused import KEY, OUR_REWARD
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
 from slime_tandem.slime_launch.prompts import Text, prompt_data
@@ -111,6 +111,7 @@ def plan(
     `extra`: further flags of slime. Raises ConfigError for whatever does not fit together, ModelError for a missing model.
     """
     assert (config.engine.mode == "fused") == (fused is not None)
+    config, extra = _with_reward(config, [*config.cluster.slime_flags, *extra])
     _not_under_slime(config)
     place = layout(config)
     senior = architecture(config.models.senior)
@@ -122,7 +123,7 @@ def plan(
     junior = of_architecture(architecture(config.models.junior)) if fused else None
     check_context(config, models, junior)
     notes = [*place.describe(), *check_memory(config, place, senior, models, junior)]
-    folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
+    folder = folder.resolve()
     routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
@@ -254,8 +255,9 @@ def _not_under_slime(config: RunConfig) -> None:
         (
             "cluster.reward",
             reward,
-            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES,
-            f"null (this package's), or one of slime's {', '.join(RM_TYPES)}, also behind boxed_",
+            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES and not _is_dotted(reward),
+            f"null (this package's), one of slime's {', '.join(RM_TYPES)}, also behind boxed_, or module.function of slime's "
+            "signature (a function of this package's is named by tasks[].reward, as module:function)",
         ),
         (
             "report_to",
@@ -329,7 +331,27 @@ def _rollout(config: RunConfig) -> list[str]:
     if config.models.template_kwargs:
         flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
-    return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
+    if reward is None or _is_dotted(reward):
+        return [*flags, "--custom-rm-path", reward or f"{PACKAGE}.{REWARD}"]
+    return [*flags, "--rm-type", reward]
+
+
+def _is_dotted(reward: str) -> bool:
+    """Whether a reward is a function of slime's signature by its import path."""
+    return "." in reward and all(part.isidentifier() for part in reward.split("."))
+
+
+def _with_reward(config: RunConfig, extra: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """A reward of slime's that the user's own flags name, as `cluster.reward`; and the other flags."""
+    given, settled = split(extra), config.cluster.reward is not None or any(t.reward is not None for t in config.tasks)
+    named = [name for name in ("--custom-rm-path", "--rm-type") if name in given]
+    if settled or len(named) != 1 or len(values := given[named[0]]) != 1 or values[0] == OUR_REWARD:
+        return config, list(extra)
+    if (named[0] == "--custom-rm-path") != _is_dotted(values[0]):
+        return config, list(extra)
+    cluster = config.cluster.model_copy(update={"reward": values[0]})
+    rest = [word for name, words in given.items() if name != named[0] for word in (name, *words)]
+    return config.model_copy(update={"cluster": cluster}), rest
 
 
 def _objective(config: RunConfig) -> list[str]:
