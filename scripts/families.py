@@ -113,15 +113,21 @@ MISTRAL_V1 = """{{ bos_token }}{% for m in messages %}
 {%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
 
 _MISTRAL_NEW = """{{ bos_token }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- set ns = namespace(last=-1, turn=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- if m.role in ('user', 'assistant') and not m.tool_calls %}
+{%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate user/assistant') }}{% endif %}
+{%- set ns.turn = ns.turn + 1 %}{% endif %}
+{%- for id in ([m.tool_call_id] if m.role == 'tool' else (m.tool_calls or []) | map(attribute='id')) %}
+{%- if id is not string or id | length != 9 %}{{ raise_exception('ids of calls have 9 characters') }}{% endif %}{% endfor %}
+{%- endfor %}
 {%- for m in messages %}
 {%- if m.role == 'system' and loop.first %}
 {%- elif m.role == 'user' %}
 {%- if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS]S' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST]S' + (system + '\\n\\n' if system and loop.last else '') + m.content + '[/INST]' }}
 {%- elif m.role == 'tool' %}
-{{- '[TOOL_RESULTS]S{"content": ' + (m.content | string) + '}[/TOOL_RESULTS]' }}
+{{- '[TOOL_RESULTS]S{"content": ' + (m.content | string) + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- elif m.role == 'assistant' and m.tool_calls %}
 {{- '[TOOL_CALLS]S[' }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ ']' + eos_token }}
 {%- elif m.role == 'assistant' %}{{ 'S' + (m.content | trim) + eos_token }}

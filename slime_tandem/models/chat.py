@@ -35,6 +35,7 @@ _TRUSTED = frozenset({"system", "assistant"})
 """Roles whose text in a prompt may hold markers: the operator's, and turns of models."""
 _MARKER_ROLES = ("think", "tool")
 _WORD = "Hello"
+_BRACKETED = re.compile(r"<[^<>\[\]\s]+>|\[[^<>\[\]\s]+\]")
 
 Pieces = list[tuple[str, bool]]
 """Text in pieces, and whether each is the template's (its markers are tokens) or a marker that somebody typed."""
@@ -117,6 +118,12 @@ class Chat:
     def markers(self) -> re.Pattern[str]:
         """Finds what the tokenizer would read as a control token in text: its special tokens, and the template's markers."""
         return _any_of(self._marker_names.values())
+
+    @cached_property
+    def typed(self) -> re.Pattern[str]:
+        """The same and the template's markers that are no tokens (Mistral v1's `[INST]`): nothing makes plain text of those."""
+        letters = {mark for text in self.turns.markup for mark in _BRACKETED.findall(text)}
+        return _any_of({*self._marker_names.values(), *letters})
 
     @cached_property
     def _unsplit(self) -> re.Pattern[str]:
@@ -286,16 +293,16 @@ class Chat:
 
     def _guarded(self, message: Message, held: dict[str, str], texts: Sequence[str]) -> Message:
         """The message with a stand-in for each marker in its text."""
-        if not self.markers.search(message.content):
-            return message
-        if self.text_markers == "refuse":
-            found = self.markers.findall(message.content)
+        if self.text_markers == "refuse" and (found := self.typed.findall(message.content)):
             raise ModelError(
                 f"text of the role {message.role}",
                 found[:5],
                 f"no control tokens of {self.template.where} in text of users, tools and environments",
                 "remove them, or set models.text_markers=escape to read them as plain text",
             )
+
+        if not self.markers.search(message.content):
+            return message
 
         def put_aside(match: re.Match[str]) -> str:
             word = stand_in(f"marker{len(held)}", texts)
@@ -307,7 +314,7 @@ class Chat:
     def count_markers(self, messages: Sequence[Message], *, environment: bool = False) -> int:
         """How many markers stand in the text of users, tools and (`environment`: any role) environments."""
         texts = (m.content for m in messages if environment or m.role not in _TRUSTED)
-        return sum(len(self.markers.findall(text)) for text in texts)
+        return sum(len(self.typed.findall(text)) for text in texts)
 
     def markers_in(self, sample: TandemSample) -> int:
         """How many stand in a sample's prompt and between its turns."""

@@ -12,7 +12,7 @@ import pytest
 from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 
 from slime_tandem.distill.teacher import Teacher, check_teacher
-from slime_tandem.errors import TandemError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
+from slime_tandem.errors import TandemError, UnreadRolesError, UnreadToolsError
 from slime_tandem.types import Message, TandemSample
 
 ASK = (Message("user", "What is 12 + 345?"),)
@@ -29,6 +29,7 @@ CALLED = (
     Message("assistant", "", {"tool_calls": [CALL]}),
     Message("tool", "357", {"tool_call_id": "call00001", "name": "sum"}),
 )
+AFTER_CALL = ("mistral-v3", "mistral-tekken", "gpt-oss")
 CONVERSATIONS = {
     "single": Conversation(ASK, (Said("The answer is 357."),)),
     "system": Conversation((Message("system", "Be brief."), *ASK), (Said("The answer is 357."),)),
@@ -61,8 +62,8 @@ def unread(families: dict[str, Any], teacher: str, told: Conversation) -> type[T
         return UnreadRolesError
     if told.tools and not (turns.tools and turns.tool_calls):
         return UnreadToolsError
-    if teacher == "gpt-oss" and told.between and told.between[0][0].role == "tool":
-        return UnreadTemplateError  # no tool message without the call that it answers
+    if teacher in AFTER_CALL and told.between and told.between[0][0].role == "tool":
+        return UnreadToolsError  # no tool message without the call that it answers
     return None
 
 
