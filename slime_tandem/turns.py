@@ -40,14 +40,15 @@ class Write(Protocol):
 class Turns:
     """What a template writes around an assistant's turn. All texts are as rendered.
 
-    `start`: in front of the first turn. `closes_user`: what closes a user's message. `header`: the begin of every assistant turn. `opened`: what the generation prompt puts
-    behind it. `answer`: what stands between the header and the text of a turn without thinking, the last one of the
-    conversation. `think`: what stands before and behind thinking, None: the template knows none; `opens_thinking`: its
-    generation prompt has begun it; `keeps_thinking`: it writes the thinking of the last turn, `keeps_earlier` of turns before
-    a user's message. `closing`: what closes the last turn; "" where only the next role's marker does, or nothing. `after`:
-    what it puts behind that. `next_user`, `next_tool`: from the end of a turn's text to the user's or the tool's, None: it has
-    no such message behind a turn. `roles` and `tools`, `tool_calls`: what it shows; `tool_after_call`: a tool's message only behind
-    a turn that called it. `trims`: where it takes white space off a turn's text, `changes`: it changes text within.
+    `start`: in front of the first turn. `closes_user`: what closes a user's message. `header`: the begin of every assistant
+    turn. `opened`: what the generation prompt puts behind it. `answer`: what stands between the header and the text of a
+    turn without thinking, the last one of the conversation. `think`: what stands before and behind thinking, None: the
+    template knows none; `opens_thinking`: its generation prompt has begun it; `keeps_thinking`: it writes the thinking of
+    the last turn, `keeps_earlier` of turns before a user's message. `closing`: what closes the last turn; "" where only the
+    next role's marker does, or nothing. `after`: what it puts behind that. `next_user`, `next_tool`: from the end of a
+    turn's text to the user's or the tool's, None: it has no such message behind a turn. `roles` and `tools`, `tool_calls`:
+    what it shows; `tool_after_call`: a tool's message only behind a turn that called it. `trims`: where it takes white
+    space off a turn's text, `changes`: it changes text within.
     """
 
     start: str
@@ -85,7 +86,16 @@ class Turns:
     @property
     def markup(self) -> tuple[str, ...]:
         """All that the template wrote around words, for finding its markers."""
-        found = (self.start, self.closes_user, self.header, self.opened, self.answer, self.closing, self.next_user, self.next_tool)
+        found = (
+            self.start,
+            self.closes_user,
+            self.header,
+            self.opened,
+            self.answer,
+            self.closing,
+            self.next_user,
+            self.next_tool,
+        )
         return tuple(text for text in (*found, *(self.think or ())) if text)
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,7 +145,8 @@ class Markup:
 
     `think`: what opens and closes thinking, without white space, None: unknown; `think_texts` the same as the template writes
     it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an
-    answer. `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
+    answer. `inner`: control tokens of which it makes such markers, where one takes several (harmony, whose turns are messages).
+    `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
     all that may close one; `between`: what it puts between a turn and a user's or a tool's message. `trims`: the template
     trims text at its begin. `encode`: ids of text in which markers are text, too.
     """
@@ -144,6 +155,7 @@ class Markup:
     think_texts: tuple[str, str] | None = None
     opens: bool = False
     answer: Ids = ()
+    inner: frozenset[int] = frozenset()
     lead: str = ""
     end: int = -1
     ends: frozenset[int] = frozenset()

@@ -6,10 +6,11 @@
 Vocabularies are the published ones where PyPI packages ship them (scripts/vocabularies.py), else small ones made on the spot
 (`--small`: all of them); templates are our own wording of each family's published behaviour (scripts/families.py). No model.
 
+`facts`: also how many ids stand as text among the added tokens, and how many are masked since the decoder writes otherwise.
 `pairs`: over five conversations (one turn, cut, two turns of a user, a tool between turns, thinking), as far as both templates
 have their roles: the share of sampled tokens with a value, and of sampled ends of turn. "before" takes the end of turn from
 `eos_token` and the prompt from the generation prompt, as up to commit 6555b00. `native`: of how many students the teacher is
-sent, byte for byte, what its own template writes of the same messages.
+sent, byte for byte, what its own template writes of the same messages; also with a system message, and with tools in it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ CONVERSATIONS = {
     "tool": Conversation(ASK, (Said("Let me see: 12 + 345 ="), Said(ANSWER)), ((Message("tool", "12 + 345 = 357"),),)),
     "thinking": Conversation(ASK, (Said(ANSWER, "12 + 345 is 300 + 57, so 357."),)),
 }
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "sum", "arguments": {"x": "12"}}}
+_TOOL = {"name": "sum", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+_CALLED = (
+    *ASK,
+    Message("assistant", "", {"tool_calls": [_CALL]}),
+    Message("tool", "357", {"tool_call_id": "call00001", "name": "sum"}),
+)
+PROMPTS = {
+    "system": Conversation((Message("system", "Be brief."), *ASK), (Said(ANSWER),)),
+    "tools": Conversation(_CALLED, (Said(ANSWER),), tools=({"type": "function", "function": _TOOL},)),
+}
+"""What `native` asks beside: a system message, and a prompt with tools, a call and its result."""
 
 Loaded = dict[str, tuple[ModelTokenizer, Chat]]
 
@@ -171,17 +184,18 @@ def pairs(loaded: Loaded) -> None:
 
 
 def natives(loaded: Loaded) -> None:
-    print("| teacher | " + " | ".join(CONVERSATIONS) + " | doubled ends |")
-    print("|---|" + "---|" * (len(CONVERSATIONS) + 1))
+    conversations = {**CONVERSATIONS, **PROMPTS}
+    print("| teacher | " + " | ".join(conversations) + " | doubled ends |")
+    print("|---|" + "---|" * (len(conversations) + 1))
     for t, (tokenizer, chat) in loaded.items():
-        counts = {name: [0, 0, 0] for name in CONVERSATIONS}
+        counts = {name: [0, 0, 0] for name in conversations}
         doubled, end = [0, 0], spelt(tokenizer.tokens, [chat.end_of_turn])
         ends = [tokenizer.tokens.names[i].encode() for i in sorted(tokenizer.tokens.eos_ids)]
         for s in loaded:
             if s == t:
                 continue
             for k, one in enumerate((teacher_of(loaded, s, t), Before(loaded, s, t))):
-                for name, told in CONVERSATIONS.items():
+                for name, told in conversations.items():
                     found = scored(loaded, s, told, one)
                     if found is None:
                         continue

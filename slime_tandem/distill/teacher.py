@@ -357,7 +357,9 @@ class Teacher:
             missing = "tools" if sample.prompt.tools and not turns.tools else "tool_calls"
             raise UnreadToolsError(where, missing, "a template that shows them", "take a teacher whose template does")
         if turns.tool_after_call and any(part and part[0].role == "tool" for part in sample.inserted_messages):
-            expected = "a call of that tool before it, which this teacher's template demands and the sampled turn is not"
+            expected = (
+                "a call of that tool before it, which this teacher's template demands and the sampled turn is not"
+            )
             raise UnreadToolsError(where, "a tool's message behind plain text", expected, "take another teacher")
 
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:

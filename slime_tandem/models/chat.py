@@ -35,6 +35,8 @@ _TRUSTED = frozenset({"system", "assistant"})
 """Roles whose text in a prompt may hold markers: the operator's, and turns of models."""
 _MARKER_ROLES = ("think", "tool")
 _WORD = "Hello"
+_MOST_WORDS = 64
+"""Characters that a template may write otherwise the next time, in `render_again`."""
 _BRACKETED = re.compile(r"<[^<>\[\]\s]+>|\[[^<>\[\]\s]+\]")
 
 Pieces = list[tuple[str, bool]]
@@ -169,6 +171,38 @@ class Chat:
         (pieces,) = self._pieces(messages, (), generation=True, tools=tools)
         return self._encode_pieces(pieces, begins=True)
 
+    def render_again(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[int] | None:
+        """Ids of `text`, which this template wrote of these messages before; None: it did not.
+
+        It can write a few words otherwise now (a date), in one place and in no text of the messages'. Raises as `render`.
+        """
+        (pieces,) = self._pieces(messages, (), generation=True, tools=tools)
+        now = _text(pieces)
+        if now != text:
+            start, stop, word = _other_words(now, text)
+            inside = 0 < stop - start <= _MOST_WORDS and 0 < len(word) <= _MOST_WORDS
+            said = (
+                m
+                for text in messages
+                if text.content.strip()
+                for m in re.finditer(re.escape(text.content.strip()), now)
+            )
+            touched = any(m.start() < stop and start < m.end() for m in said)
+            if not inside or touched or self.typed.search(now[start:stop]) or self.typed.search(word):
+                return None
+            at = 0
+            for k, (piece, markup) in enumerate(pieces):
+                if at <= start and stop <= at + len(piece):
+                    if not markup:
+                        return None
+                    pieces[k] = (piece[: start - at] + word + piece[stop - at :], True)
+                at += len(piece)
+            if _text(pieces) != text:
+                return None
+        return self._encode_pieces(pieces, begins=True)
+
     def bridge(self, messages: Sequence[Message]) -> list[int]:
         """What the template puts from the end of an assistant turn over `messages` to the begin of the next one.
 
@@ -198,7 +232,7 @@ class Chat:
         closing = self.encode_markup(self.turns.closing) if self.turns.closing else []
         # The end in the middle of a conversation may be another one than at its end (harmony).
         if closing and ids[: len(closing)] == closing:
-            return ids[len(closing) :]
+            return ids[closing.index(sampled) + 1 if sampled in closing else len(closing) :]
         own = self.turns.closed_by == "its own end" and self._is_marker(ids[:1])
         return ids[1:] if own or ids[:1] == [sampled] else ids
 
@@ -344,12 +378,12 @@ class Chat:
     def end_of_turn(self) -> int:
         """The id that ends a turn, the last one of a conversation.
 
-        Where the template writes several for it, or none, that is the model's one end of turn (generation_config.json).
-        Raises ModelError for several of these.
+        Where the template writes several, the first of them; where it writes words for it, or nothing, that is the model's one
+        end of turn (generation_config.json). Raises ModelError for several of these.
         """
         text = self.turns.closing or self.turns.next_user or ""
         ids = self.encode_markup(text) if text.strip() else []
-        if self._is_marker(ids) and (len(ids) == 1 or not self.turns.closing):
+        if self._is_marker(ids):
             return ids[0]
         eos = self.tokens.eos_ids
         if len(eos) == 1:
@@ -370,6 +404,7 @@ class Chat:
             think_texts=t.think,
             opens=t.opens_thinking,
             answer=self.answer,
+            inner=frozenset(i for mark in self.marks or () if len(mark) > 1 for i in mark if i in self.tokens.special),
             lead=self.lead,
             end=self.end_of_turn if self.end_of_turn in self.ends or self.turns.closed_by == "nothing" else -1,
             ends=self.ends,
@@ -443,6 +478,22 @@ class Chat:
 def _any_of(names: Any) -> re.Pattern[str]:
     found = sorted(set(names), key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, found)) if found else r"(?!)")
+
+
+def _other_words(now: str, then: str) -> tuple[int, int, str]:
+    """(start, stop, words): `then` is `now` with these whole words in the place of those at [start, stop).
+
+    >>> _other_words("on 9 May, so", "on 19 May, so")
+    (3, 4, '19')
+    """
+    short = min(len(now), len(then))
+    start = next((i for i in range(short) if now[i] != then[i]), short)
+    while start and now[start - 1].isalnum():
+        start -= 1
+    same = next((i for i in range(short - start) if now[-1 - i] != then[-1 - i]), short - start)
+    while same and now[len(now) - same].isalnum():
+        same -= 1
+    return start, len(now) - same, then[start : len(then) - same]
 
 
 def _text(pieces: Pieces) -> str:

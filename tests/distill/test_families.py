@@ -5,7 +5,9 @@ Tokenizers and templates only (scripts/families.py); no model.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 
 from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import TandemError, UnreadRolesError, UnreadToolsError
+from slime_tandem.models.chat import Chat, Template
 from slime_tandem.types import Message, TandemSample
 
 ASK = (Message("user", "What is 12 + 345?"),)
@@ -183,8 +186,6 @@ def test_thinking(families: dict[str, Any], teacher: str, thinking: Any) -> None
 
 
 def _cut(sample: TandemSample, at: int) -> TandemSample:
-    from dataclasses import replace
-
     return replace(
         sample,
         response_ids=sample.response_ids[:at],
@@ -193,6 +194,99 @@ def _cut(sample: TandemSample, at: int) -> TandemSample:
         runs=(),
         finish_reason="length",
     )
+
+
+HARMONY = "<|channel|>analysis<|message|>so it is"
+SAYS, FINAL = (f"<|end|><|start|>assistant<|channel|>{name}<|message|>" for name in ("commentary", "final"))
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "dropped"),
+    [
+        (f"{HARMONY}{SAYS}Let me see{FINAL}357<|return|>", "so it is\n\nLet me see", "357"),
+        (f"{HARMONY}{FINAL}35{FINAL}7<|return|>", "so it is", "35\n\n7"),
+        (f"{HARMONY}<|end|>", "so it is", ""),
+        (f"{HARMONY}<|end|><|start|>assistant<|channel|>fi", "so it is", ""),
+        ('<|channel|>commentary to=functions.f json<|message|>{"x": 1}<|call|>', "", '{"x": 1}'),
+    ],
+)  # fmt: skip
+def test_several_messages_in_one_turn(families: dict[str, Any], said: str, kept: str, dropped: str) -> None:
+    """gpt-oss ends each message of a turn: no end of a turn, and nobody's but its own markup, cut in the middle or not."""
+    tokenizer, chat = families["gpt-oss"]
+    ids = chat.encode_markup(said)
+    plain = sample_of(tokenizer, chat, Conversation(ASK, (Said("x"),)))
+    sample = replace(
+        plain, response_ids=tuple(ids), authorship_mask=(1,) * len(ids), log_probs=(-1.0,) * len(ids), runs=()
+    )
+    for teacher in ("qwen3", "llama3", "gemma3"):
+        other, end = families[teacher][0], families[teacher][1].end_of_turn
+        for thinking in ("keep", "drop"):
+            one = teacher_of(families, "gpt-oss", teacher, thinking)
+            _, text = one.conversation(sample)
+            words = other.tokens.join(text.ids)
+            for mark in ("<think>\n", "\n</think>\n\n", "<think>", "</think>"):
+                words = words.replace(mark.encode(), b"")
+            assert words.decode() == (kept if thinking == "keep" else "") + dropped, (teacher, thinking)
+            assert text.ids.count(end) == said.endswith(("<|return|>", "<|call|>"))
+            if end in text.ids:
+                assert one.aligner.align(text).teacher_index[-1] == len(text.ids) - 1
+
+
+def test_a_teacher_with_the_students_vocabulary_and_another_template(families: dict[str, Any]) -> None:
+    """Its turns begin otherwise (no space in front): the first token alone is cut anew, the student's ids stay."""
+    tokenizer, chat = families["mistral-v3"]
+    template = "{% for m in messages %}{{ m.role + ':\\n' + m.content + eos_token }}{% endfor %}"
+    hf = copy.copy(chat.hf)
+    hf.chat_template = template + "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    other = Chat(Template(hf, "other"), tokenizer.tokens)
+    sample = spoken(families, "mistral-v3", CONVERSATIONS["single"])
+    assert sample is not None
+    assert (chat.lead, other.lead) == (" ", "")
+    one = Teacher.by_template(None, chat, other)  # type: ignore[arg-type]
+    assert one.aligner.same_vocabulary
+    prompt, text = one.conversation(sample)
+    assert native(other, CONVERSATIONS["single"]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
+    aligned = one.aligner.align(text)
+    assert aligned.teacher_index.tolist()[2:] == list(range(len(text.ids)))[-(len(sample.response_ids) - 2) :]
+    back = Teacher.by_template(None, other, chat)  # type: ignore[arg-type]
+    prompt, text = back.conversation(sample_of(tokenizer, other, CONVERSATIONS["single"]))
+    assert native(chat, CONVERSATIONS["single"]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
+
+
+def test_an_empty_answer(families: dict[str, Any]) -> None:
+    told = Conversation(ASK, (Said(""),))
+    for teacher, (tokenizer, chat) in families.items():
+        for student in families:
+            one = teacher_of(families, student, teacher)
+            if one._markups[2]:
+                continue
+            prompt, text = one.conversation(sample_of(*families[student], told))
+            sent = spelt(tokenizer.tokens, [*prompt, *text.ids])
+            if chat.turns.closed_by == "the next role":
+                sent = sent.removesuffix(spelt(tokenizer.tokens, [chat.end_of_turn]))
+            # GLM-4.5 writes no line end in front of an empty answer, and a model cannot know that it will be empty.
+            want = native(chat, told) if teacher != "glm4.5" else native(chat, told) + b"\n"
+            assert want.startswith(sent), (student, teacher)
+
+
+def test_an_end_of_two_tokens(families: dict[str, Any]) -> None:
+    """The first one ends the turn, the template's context has both, and a student that sampled either goes on behind it."""
+    tokenizer, chat = families["qwen2.5"]
+    hf = copy.copy(chat.hf)
+    hf.chat_template = str(hf.chat_template).replace("<|im_end|>", "<|im_end|><|endoftext|>")
+    both = Chat(Template(hf, "two"), tokenizer.tokens)
+    first, second = (hf.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    again = (Message("user", "And then?"),)
+    assert both.end_of_turn == first
+    assert both.bridge(again)[:2] == [first, second]
+    assert both.next_turn(again, first) == both.bridge(again)[1:]
+    assert both.next_turn(again, second) == both.bridge(again)[2:]
+    one = Teacher.by_template(None, families["llama3"][1], both)  # type: ignore[arg-type]
+    for name in ("single", "asked again"):
+        sample = spoken(families, "llama3", CONVERSATIONS[name])
+        assert sample is not None
+        prompt, text = one.conversation(sample)
+        assert native(both, CONVERSATIONS[name]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
 
 
 def test_an_opening_without_thinking_is_not_read_by_a_teacher(families: dict[str, Any]) -> None:
