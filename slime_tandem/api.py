@@ -29,16 +29,20 @@ _CACHE = Path(".cache/models")
 """Where built-in models are, as `models.cache_dir`."""
 
 
-def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Run:
+def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> Run:
     """Run everything, as `slime-tandem train`; returns the run's folder, read back.
 
-    `resume` goes on with a run of the same name, `overwrite` deletes it first; without either it is refused. Raises TandemError
-    kinds; after KeyboardInterrupt a checkpoint of the last whole step is there and no process.
+    `resume` goes on with a run of the same name, `overwrite` deletes it first; without either it is refused. `quiet`:
+    no progress on standard error. Raises TandemError kinds; after KeyboardInterrupt a checkpoint of the last whole step is
+    there and no process.
     """
-    from slime_tandem.local.run import train as run
+    from slime_tandem.report.progress import RunProgress
 
-    with _outside_an_event_loop():
-        run(config, resume=resume, overwrite=overwrite)
+    with _outside_an_event_loop(), RunProgress(quiet=quiet) as progress:
+        progress.phase("loading libraries")
+        from slime_tandem.local.run import train as run
+
+        run(config, resume=resume, overwrite=overwrite, progress=progress)
     return Run(config.run_dir)
 
 
