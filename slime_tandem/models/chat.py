@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -168,8 +169,29 @@ class Chat:
         Raises ModelError if the template is broken or refuses these messages (some know no system role), or for a marker in
         their text with `text_markers` refuse.
         """
+        self._require_shown(messages, [k for k, m in enumerate(messages) if m.role not in self.turns.roles])
         (pieces,) = self._pieces(messages, (), generation=True, tools=tools)
         return self._encode_pieces(pieces, begins=True)
+
+    def _require_shown(self, messages: Sequence[Message], at: Sequence[int], turns: Sequence[str] = ()) -> None:
+        """Raise ModelError for one of the messages at these places that the template leaves out without a word.
+
+        `turns`: the contents of assistants behind which those after them must stand.
+        """
+        word = stand_in("shown", (m.content for m in messages))
+        for k in at:
+            asked = [replace(m, content=word if i == k else m.content).as_dict() for i, m in enumerate(messages)]
+            before = next((m.content for m in messages[:k][::-1] if m.content in turns), "")
+            text = self.template(asked, generation=True)
+            if messages[k].content.strip() and word not in (text.partition(before)[2] if before else text):
+                raise ModelError(
+                    "chat template",
+                    self.template.where,
+                    f"one that shows a message of the role {messages[k].role} behind {messages[k - 1].role}"
+                    if k
+                    else f"one that shows a first message of the role {messages[k].role}",
+                    "use another template, or leave this role out",
+                )
 
     def render_again(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -211,6 +233,7 @@ class Chat:
         """
         word = stand_in("turn", (m.content for m in messages))
         around = [Message("user", "probe"), Message("assistant", word), *messages]
+        self._require_shown(around, self._doubtful(around, 2), [word])
         parts = self._pieces(around, (word,), generation=True, untrusted=messages)
         if len(parts) != 2:
             raise ModelError(
@@ -255,6 +278,7 @@ class Chat:
         for k, word in enumerate(words):
             chat += [Message("assistant", word), *(between[k] if k < len(between) else ())]
         untrusted = [m for part in between for m in part]
+        self._require_shown(chat, self._doubtful(chat, len(messages)), words)
         parts = self._pieces(chat, words, generation=False, tools=tools, untrusted=untrusted)
         if len(parts) != len(words) + 1:
             raise ModelError(
@@ -289,6 +313,11 @@ class Chat:
             end=tuple(end if tail.strip() else end[:1]),
             leads=tuple(leads),
         )
+
+    def _doubtful(self, chat: Sequence[Message], begin: int) -> list[int]:
+        """Places from `begin` on of messages that a template may leave out: of no role that it showed, or a late system's."""
+        known = set(self.turns.roles) - {"system"}
+        return [k for k in range(begin, len(chat)) if chat[k].role not in known]
 
     def _is_marker(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[0] in self._marker_names

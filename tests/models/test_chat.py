@@ -183,6 +183,25 @@ def test_markers_that_are_no_special_tokens_are_text_too(families: dict[str, Any
     assert b"use <think> tags" in spelt(tokenizer.tokens, ids)
 
 
+def test_a_message_that_a_template_leaves_out_is_refused(families: dict[str, Any]) -> None:
+    """Phi-4 passes over tools, DeepSeek moves a late system message to the front: no text is lost between turns."""
+    _, phi = families["phi-4"]
+    for refused in (
+        lambda: phi.bridge(TOOL),
+        lambda: phi.render((*ASK, *TOOL)),
+        lambda: phi.frame(ASK, [TOOL], [False] * 2),
+    ):
+        with pytest.raises(ModelError, match="one that shows a message of the role tool behind"):
+            refused()
+    late = (Message("system", "Be brief."), Message("user", "And then?"))
+    assert b"Be brief." in spelt(phi.tokens, phi.bridge(late))
+    deepseek = families["deepseek-v3"][1]
+    for refused in (lambda: deepseek.bridge(late), lambda: deepseek.frame(ASK, [late], [False] * 2)):
+        with pytest.raises(ModelError, match="one that shows a message of the role system behind assistant"):
+            refused()
+    assert b"Be brief." in spelt(deepseek.tokens, deepseek.render((*ASK, late[0])))
+
+
 def test_a_template_with_a_date_in_it(families: dict[str, Any]) -> None:
     """A prompt that was rendered yesterday, and a user who typed control tokens: they are text, and the date is yesterday's."""
     _, chat = families["qwen2.5"]
