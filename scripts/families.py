@@ -473,6 +473,39 @@ def make_folder(name: str, root: Path, backend: Tokenizer | None = None) -> Path
     return folder
 
 
+def make_model(name: str, root: Path, *, seed: int, kind: Literal["qwen3", "llama"]) -> Path:
+    """`root/name-model`: the family's small tokenizer and a tiny random model that likes to end its turns."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer, _ = load(name, root)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer.tokens.table),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.hf.eos_token_id,
+        "pad_token_id": tokenizer.hf.pad_token_id,
+    }
+    ends = sorted(tokenizer.tokens.eos_ids)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+        model.get_input_embeddings().weight.mul_(8)
+        model.get_input_embeddings().weight[ends] *= 2.0
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    folder = root / f"{name}-model"
+    model.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+    return folder
+
+
 # ---- conversations ----
 
 

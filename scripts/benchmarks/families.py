@@ -2,6 +2,7 @@
 
     python scripts/fetch_vocabularies.py
     python scripts/benchmarks/families.py facts | pairs | native [--small]
+    python scripts/benchmarks/families.py run
 
 Vocabularies are the published ones where PyPI packages ship them (scripts/vocabularies.py), else small ones made on the spot
 (`--small`: all of them); templates are our own wording of each family's published behaviour (scripts/families.py). No model.
@@ -11,11 +12,17 @@ Vocabularies are the published ones where PyPI packages ship them (scripts/vocab
 have their roles: the share of sampled tokens with a value, and of sampled ends of turn. "before" takes the end of turn from
 `eos_token` and the prompt from the generation prompt, as up to commit 6555b00. `native`: of how many students the teacher is
 sent, byte for byte, what its own template writes of the same messages; also with a system message, and with tools in it.
+
+`run`: a job end to end with real servers: a GLM-like student, whose turns the next role ends, and a Gemma-like teacher, whose
+eos_token its template never writes (tiny random models that like to end their turns, two turns a response). It prints what the
+job measured, and counts in all texts that were sent to the teacher.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -209,14 +216,71 @@ def natives(loaded: Loaded) -> None:
         print(f"| {t} | " + " | ".join(row) + f" | {doubled[0]} ({doubled[1]}) |", flush=True)
 
 
+ENVIRONMENT = """from slime_tandem.types import Message
+
+
+def asks_again(prompt, chat):
+    return [Message("user", "And then? <end_of_turn>")]
+"""
+
+
+def run(root: Path) -> None:
+    """One job, and its teacher's requests looked at."""
+    from slime_tandem.config import RunConfig
+    from slime_tandem.distill.panel import TeacherPanel
+    from slime_tandem.local.run import train
+
+    student = families.make_model("glm4", root, seed=1, kind="qwen3")
+    teacher = families.make_model("gemma3", root, seed=2, kind="llama")
+    (root / "asks_again.py").write_text(ENVIRONMENT, encoding="utf-8")
+    sys.path.insert(0, str(root))
+    sent: list[list[int]] = []
+    score = TeacherPanel.score
+
+    async def watched(self: TeacherPanel, samples: Any, *args: Any, **more: Any) -> Any:
+        sent.extend(list(one._plan(s, self.scoring).request.input_ids) for one in self.teachers for s in samples)
+        return await score(self, samples, *args, **more)
+
+    TeacherPanel.score = watched  # type: ignore[method-assign]
+    tree = {
+        "name": "gemma-teaches-glm",
+        "runs_dir": str(root / "runs"),
+        "models": {"senior": str(student), "teacher": str(teacher)},
+        "engine": {"cache_tokens": 8192},
+        "tandem": {"enabled": False},
+        "opd": {"enabled": True},
+        "control": False,
+        "eval": {"prompts": 1, "tandem": False},
+        "sampling": {"max_new_tokens": 60},
+        "train": {"steps": 5, "prompts_per_step": 4, "samples_per_prompt": 4, "threads": 1},
+        "tasks": [{"family": "chain_sum", "environment": "asks_again:asks_again"}],
+    }
+    train(RunConfig.from_mapping(tree))
+    tokens = ModelTokenizer.load(teacher)
+    end, eos, begin = (tokens.hf.convert_tokens_to_ids(t) for t in ("<end_of_turn>", "<eos>", "<start_of_turn>"))
+    rows = (root / "runs" / "gemma-teaches-glm" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    names = ("opd/eos_coverage", "opd/coverage", "opd/failed_samples", "opd/unread_roles")
+    print(f"\n| step | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    for row in map(json.loads, rows):
+        print(f"| {row['step']} | {' | '.join(f'{row[name]:.3f}' for name in names)} |")
+    doubled = sum(pair == (end, end) for ids in sent for pair in itertools.pairwise(ids))
+    unlike = sum(ids.count(end) not in (ids.count(begin) - 1, ids.count(begin)) for ids in sent)
+    turns, ends, foreign = (sum(ids.count(token) for ids in sent) for token in (begin, end, eos))
+    print(f"\n{len(sent)} texts sent, {turns} turns in them, {ends} ends of turn, {doubled} of them doubled; {foreign} <eos>; "
+          f"{unlike} texts with another number of ends than of closed turns")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["facts", "pairs", "native"])
+    parser.add_argument("command", choices=["facts", "pairs", "native", "run"])
     parser.add_argument("--small", action="store_true", help="small vocabularies for all families")
     parser.add_argument("--root", type=Path, help="folder to keep the tokenizers in (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = args.root or Path(temporary)
+        if args.command == "run":
+            run(root)
+            return
         loaded = load_all(root, small=args.small)
         if args.command == "facts":
             facts(loaded, small=args.small)
