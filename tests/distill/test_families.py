@@ -8,11 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 
+from slime_tandem import cli
+from slime_tandem.api import align
 from slime_tandem.distill.teacher import Teacher, check_teacher
 from slime_tandem.errors import TandemError, UnreadRolesError, UnreadToolsError
 from slime_tandem.models.chat import Chat, Template
@@ -318,6 +321,31 @@ def test_the_system_message_stays_where_a_template_moves_it(families: dict[str, 
     prompt, text = one.conversation(sample)
     assert b"Be brief." in spelt(families["mistral-v3"][0].tokens, prompt)
     assert families["mistral-v3"][0].tokens.join(text.ids) == b" The answer is 357."
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("glm4", "gemma3"), ("qwen3", "mistral-v3"), ("deepseek-r1", "glm4.5")]
+)
+def test_align_shows_what_a_teacher_is_sent(
+    families: dict[str, Any], student: str, teacher: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`slime-tandem align` and `api.align`: the turn in the teacher's own markup, as `score` sends it."""
+    text = "The answer is 357."
+    own, chat = families[student][1], families[teacher][1]
+    found = align(text, own.template.where, chat.template.where)
+    _, sent = teacher_of(families, student, teacher).conversation(
+        sample_of(*families[student], Conversation(ASK, (Said(text),)))
+    )
+    assert found.teacher_ids == sent.ids
+    assert found.partners[-1] == len(sent.ids) - 1
+    (tmp_path / "text").write_text(text)
+    names = ["--student", own.template.where, "--teacher", chat.template.where]
+    assert cli.main(["align", *names, str(tmp_path / "text")]) == 0
+    out = capsys.readouterr().out
+    assert (
+        f"{sum(p is not None for p in found.partners)} of {len(found.partners)}" in out
+        or f"{found.coverage:.3f}" in out
+    )
 
 
 def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
