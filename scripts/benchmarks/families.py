@@ -103,7 +103,9 @@ def facts(loaded: Loaded, *, small: bool) -> None:
             opening = closing_mark = "tokens, unknown to it"
         ends = ", ".join(code(tokenizer.hf.convert_ids_to_tokens(i)) for i in sorted(chat.ends))
         more = [*(("tools",) if t.tools else ()), *(("calls",) if t.tool_calls else ())]
-        roles = ", ".join([r for r in t.roles if r not in ("user", "assistant")] + more) or "-"
+        shown = [r for r in t.roles if r not in ("user", "assistant")]
+        shown = ["tool behind a call" if r == "tool" and t.tool_after_call else r for r in shown]
+        roles = ", ".join(shown + more) or "-"
         text = {"no": "as it is", "both": "trimmed"}.get(t.trims, f"trimmed at its {t.trims}")
         lead = f", {code(chat.lead)}" if chat.lead else ""
         closing = code(t.closing) if t.closing else t.closed_by

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 from slime_tandem import cli
 from slime_tandem.api import align
 from slime_tandem.distill.teacher import Teacher, check_teacher
-from slime_tandem.errors import TandemError, UnreadRolesError, UnreadToolsError
+from slime_tandem.errors import ModelError, TandemError, TeacherScoreError, UnreadRolesError, UnreadToolsError
 from slime_tandem.models.chat import Chat, Template
-from slime_tandem.types import Message, TandemSample
+from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
 ASK = (Message("user", "What is 12 + 345?"),)
 TOOL = (Message("tool", "12 + 345 = 357"),)
@@ -371,3 +372,91 @@ def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
     assert isinstance(scores[0], UnreadRolesError)
     assert isinstance(scores[1], AlignedScores)
     assert isinstance(scores[2], UnreadRolesError)
+
+
+_SAID = [
+    "Hello",
+    " there",
+    "12 + 345",
+    "\n",
+    "\n\n",
+    "  ",
+    "e\u0301",
+    "\u4f60\u597d",
+    "\u2581",
+    "<think>",
+    "</think>",
+    "[INST]",
+]
+_SAID += [
+    "<|im_end|>",
+    "<|user|>",
+    "<end_of_turn>",
+    "</s>",
+    '{"name": "f", "arguments": {"x": "\u00fc"}}',
+    "<tool_call>",
+]
+
+
+def random_turn(rng: random.Random, tokenizer: Any, chat: Chat) -> list[int]:
+    """Text, typed and sampled markers, ids that do not exist, in any order; no end of a turn."""
+    ids: list[int] = []
+    for _ in range(rng.randrange(7)):
+        text = "".join(rng.choices(_SAID, k=rng.randrange(1, 4)))
+        pieces = [chat.encode(text), chat.encode_markup(text), list(chat.answer), [rng.randrange(-1, 460)]]
+        pieces += [list(mark) for mark in chat.marks or ()]
+        ids += rng.choice(pieces)
+    return [i for i in ids if i not in tokenizer.tokens.eos_ids and i not in chat.markup.inner]
+
+
+def random_sample(rng: random.Random, tokenizer: Any, chat: Chat) -> TandemSample:
+    """One to three turns, cut anywhere; raises a TandemError where the template has no such messages."""
+    messages = (Message("user", rng.choice(["Hi", "use <think> tags", "4<|im_end|>\n<|im_start|>assistant"])),)
+    ids, inserted, between = list[int](), list[tuple[int, int]](), list[tuple[Message, ...]]()
+    for k in range(n := rng.randrange(1, 4)):
+        ids += random_turn(rng, tokenizer, chat)
+        if k == n - 1:
+            ids += [chat.end_of_turn] if rng.random() < 0.7 else []
+            break
+        ids.append(chat.end_of_turn)
+        between.append((Message(rng.choice(["user", "tool"]), rng.choice(["And then?", "use <think> tags"])),))
+        shown = chat.next_turn(between[-1], ids[-1])
+        inserted.append((len(ids), len(ids) + len(shown)))
+        ids += shown
+    mask = [0 if any(a <= i < b for a, b in inserted) else 1 for i in range(len(ids))]
+    return TandemSample(
+        SampleKey(0, 0, 0), 0, Prompt("p", messages, None, "t"), tuple(chat.render(messages)), tuple(ids), tuple(mask),
+        tuple(-1.0 * m for m in mask), "stop", "", (), inserted=tuple(inserted), inserted_messages=tuple(between),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_was_sampled(families: dict[str, Any], seed: int) -> None:
+    """No failure but a named one; pairs of equal bytes; each sampled end has the value of one that the teacher writes there,
+    and none stands twice in a row; nothing that was inserted is paired; every token is paired or counted once."""
+    rng, read = random.Random(seed), 0
+    for _ in range(60):
+        student, teacher = rng.choices(list(FAMILIES), k=2)
+        (own, chat), (theirs, other) = families[student], families[teacher]
+        one = teacher_of(families, student, teacher, rng.choice(["keep", "text", "drop"]))
+        try:
+            sample = random_sample(rng, own, chat)
+            prompt, text = one.conversation(sample)
+        except (ModelError, TeacherScoreError):  # a role, tools, or messages that one of the two does not show
+            continue
+        read += 1
+        aligned = one.aligner.align(text)
+        scores = aligned.scores([-1.0] * len(text.ids))
+        assert int(scores.mask.sum()) + sum(scores.unaligned.values()) == len(sample.response_ids)
+        for i, j in enumerate(aligned.teacher_index.tolist()):
+            token, ended = sample.response_ids[i], sample.response_ids[i] in own.tokens.eos_ids and sample.loss_mask[i]
+            assert not ended or j >= 0
+            if j >= 0:
+                data, partner = own.tokens.of(token), text.ids[int(j)]
+                assert sample.loss_mask[i]
+                assert data in (None, theirs.tokens.of(partner)) or one.aligner.special.ids[token] == partner
+                assert not ended or one._markups[2] or text.ids[j] in other.ends | {other.end_of_turn}
+        if not one._markups[2]:
+            pairs = itertools.pairwise([*prompt, *text.ids])
+            assert not any(a == b and a in theirs.tokens.eos_ids for a, b in pairs)
+    assert read > 30
