@@ -13,6 +13,7 @@ import asyncio
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -49,6 +50,8 @@ from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, Tan
 StudentTop = CandidateLists | Sequence[Mapping[int, float]]
 """A student's top-K at each response position [R], nats: as arrays, or as {id: log-prob}."""
 _NONE = CandidateLists.of(())
+_READING = ThreadPoolExecutor(1, "teacher-reads")
+"""One thread for all teachers: a tokenizer is used by one at a time."""
 
 
 @dataclass(frozen=True)
@@ -188,16 +191,8 @@ class Teacher:
         if scoring.of_student and student_top is None:
             expected = f"lists for support {scoring.support!r} or a selection"
             raise DataError("student_top", None, expected, "ask the student")
-        plans: dict[int, _Plan] = {}
-        out: dict[int, AlignedScores | TeacherScoreError] = {}
-        for i, sample in enumerate(samples):
-            try:
-                plans[i] = self._plan(sample, scoring)
-            except TeacherScoreError as error:
-                out[i] = error
-                continue
-            if (too_long := self._too_long(plans[i].request)) is not None:
-                out[i] = too_long
+        # Tokenizers release the interpreter's lock: meanwhile the loop follows other responses.
+        plans, out = await asyncio.get_running_loop().run_in_executor(_READING, self._plans, samples, scoring)
         sent = [i for i in plans if i not in out]
         gate = asyncio.Semaphore(self.concurrency)
 
@@ -220,6 +215,21 @@ class Teacher:
         for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
             out[i] = scores
         return [out[i] for i in range(len(samples))]
+
+    def _plans(
+        self, samples: Sequence[TandemSample], scoring: Scoring
+    ) -> tuple[dict[int, _Plan], dict[int, AlignedScores | TeacherScoreError]]:
+        plans: dict[int, _Plan] = {}
+        out: dict[int, AlignedScores | TeacherScoreError] = {}
+        for i, sample in enumerate(samples):
+            try:
+                plans[i] = self._plan(sample, scoring)
+            except TeacherScoreError as error:
+                out[i] = error
+                continue
+            if (too_long := self._too_long(plans[i].request)) is not None:
+                out[i] = too_long
+        return plans, out
 
     def _read(
         self,

@@ -446,18 +446,19 @@ class EngineClient:
                 "a fused engine",
                 "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
             )
-        if any(e[0] == handoff_wire.REFUSED for e in entries):
+        reported = list(map(_FIRST, entries))
+        if handoff_wire.REFUSED in reported:
             raise EngineRejectedError(
                 f"{self.role} engine {self.base_url} {where}",
                 f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
                 "an engine that was started with this boundary table, by this version",
                 "start it again with the tandem settings of this run; its log names the reason",
             )
-        if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
+        if len(entries) != count or reported.count(0) + reported.count(1) != count:
             raise self._bad(
                 f"{where} {handoff_wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids"
             )
-        authors = tuple(int(e[0]) for e in entries)
+        authors = tuple(map(int, reported))
         if not request.return_logprob:
             return authors, (), ()
         name = f"{where} {handoff_wire.REPORT}"

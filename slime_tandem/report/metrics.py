@@ -18,7 +18,14 @@ from slime_tandem.errors import DataError
 Scope = Literal["step", "eval"]
 Direction = Literal["up", "down", "none"]
 Reduction = Literal[
-    "sample mean", "group mean", "token mean", "update mean", "ratio of sums", "sum over the step", "value at the end"
+    "sample mean",
+    "group mean",
+    "token mean",
+    "update mean",
+    "ratio of sums",
+    "sum over the step",
+    "value at the end",
+    "worst of the step",
 ]
 Row = Mapping[str, float | None]
 
@@ -68,6 +75,14 @@ _TABLE = (
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
     _step("rollout/failed_samples", "samples", "sum over the step", "down", "responses that could not be written"),
+    _step(
+        "rollout/loop_blocked_s",
+        "s",
+        "worst of the step",
+        "down",
+        "slime: longest time that the rollout manager's event loop came too late to its work",
+    ),
+    _step("rollout/loop_cpu_s", "s", "sum over the step", "down", "slime: processor time of that loop's thread"),
     _step(
         "reward/timeouts",
         "responses",

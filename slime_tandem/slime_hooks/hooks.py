@@ -140,7 +140,8 @@ def log_rollout(
         tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
         by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
-        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
+        loop = runtime.take_heartbeats()
+        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task, **loop})
     return False
 
 

@@ -23,11 +23,14 @@ class ManagerState:
     """Of the rollout manager, read and written by runtime.py alone.
 
     `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
-    being made or ready, forgotten with its loop.
+    being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each.
     """
 
     installed: Any = None
     running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    heartbeats: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
