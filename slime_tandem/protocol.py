@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import struct
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -181,7 +182,7 @@ class IdText(Sequence[int]):
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids: list[int] = []
         self._text = bytearray()
-        self._ends: list[int] = []  # of each id in the text; a comma stands behind each but the last
+        self._ends = array("q")  # of each id in the text; a comma stands behind each but the last
         self._count = 0
         self.extend(ids)
 
@@ -193,7 +194,7 @@ class IdText(Sequence[int]):
         if self._text:
             self._text += b","
         digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
-        self._ends += (np.cumsum(digits) - 1 + len(self._text)).tolist()
+        self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
         self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
         self._ids += ids
         self._count = len(self._ids)

@@ -1,4 +1,4 @@
-"""What slime's rollout manager costs as a whole: processor time of its event loop, and for how long it is blocked, HTTP included.
+"""What slime's rollout manager costs as a whole: its event loop's processor time, and for how long it is blocked, with HTTP.
 
     python scripts/benchmarks/manager_loop.py --models TRIO [--tokens 8192] [--samples 16] [--processes 0 2] [--arms ...]
 
@@ -105,7 +105,11 @@ def serve(listener: socket.socket, words: list[int], boundary: frozenset[int], m
     info = json.dumps({"model_path": model, "tokenizer_path": model, "weight_version": "1"}).encode()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while head := await reader.readuntil(b"\r\n\r\n"):
+        while True:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):  # the client has gone
+                return
             lower = head.lower()
             size = int(lower.split(b"content-length:")[1].split()[0]) if b"content-length:" in lower else 0
             body = await reader.readexactly(size)
@@ -217,7 +221,7 @@ def main() -> None:
                     overrides=[
                         *(f"models.{role}={a.models / role}" for role in urls),
                         *(f"engine.{role}_url={url}" for role, url in urls.items() if role != "junior" or "fused" not in arm),
-                        *ARMS[arm], f"sampling.max_new_tokens={length}", f"cluster.client_processes={processes}",
+                        *ARMS[arm], f"sampling.max_new_tokens={length}", f"engine.client_processes={processes}",
                     ]
                 )  # fmt: skip
                 r = asyncio.run(measured(config, a.samples, processes))

@@ -5,7 +5,7 @@
 #   GPUS_PER_NODE     GPUs that each node offers                                       (default: 1)
 #   NODE_CPUS         CPUs that each node says it has: slime's actors ask for more     (default: 16)
 #   SUBNET            the first three numbers of their addresses                       (default: 10.77.0)
-#   LOSE_AFTER        seconds after which the second node is lost: its processes are killed and its cable is cut (default: never)
+#   LOSE_WHEN         a file; when it is there, the second node is lost: its cable is cut and its processes are killed (default: never)
 #   SECOND_LOG        what the second node says                                        (default: second-node.log in OUTPUT_ROOT)
 #   DRY_RUN=1         prints the commands
 # Both nodes see the same files. Needs root (ip netns); the network namespaces of this machine stay as they are. Only process groups that were
@@ -17,7 +17,7 @@ need_number GPUS_PER_NODE
 need_number NODE_CPUS 16
 [[ "$SUBNET" =~ ^[0-9]{1,3}(\.[0-9]{1,3}){2}$ ]] || refuse SUBNET "$SUBNET" "three numbers of an address" "e.g. SUBNET=10.77.0"
 [[ $# -gt 0 ]] || refuse COMMAND "" "what the first node is to run" "e.g. bash scripts/train/run_tandem_grpo.sh"
-if [[ -n "${LOSE_AFTER:-}" ]]; then need_number LOSE_AFTER 60; fi
+if [[ -n "${LOSE_WHEN:-}" && -e "$LOSE_WHEN" ]]; then refuse LOSE_WHEN "$LOSE_WHEN" "a file that comes later" "remove it"; fi
 if [[ "${DRY_RUN:-0}" != 1 ]] && ! why="$(unshare --net true 2>&1)"; then
   refuse "network namespaces" "$why" "a kernel and a user that may make them" "run as root, in a container with CAP_SYS_ADMIN"
 fi
@@ -27,6 +27,7 @@ head="$SUBNET.1"
 groups=()
 made=()
 
+# shellcheck disable=SC2329 # called by clean
 # end_group GROUP: ends one that was started here.
 end_group() {
   local end=$((SECONDS + 20))
@@ -42,6 +43,7 @@ left_in() {
   for pid in $(ip netns pids "$1" 2> /dev/null); do kill -KILL "$pid" 2> /dev/null || true; done
 }
 
+# shellcheck disable=SC2329 # a trap
 clean() {
   local group namespace
   trap - EXIT INT TERM
@@ -74,6 +76,7 @@ JOB_ENV="${JOB_ENV:-} no_proxy NO_PROXY"
 export JOB_ENV
 
 # Joined again and again: the head is there only when the command has started it.
+# shellcheck disable=SC2016 # expanded by the shell that it is given to
 join='until bash "$1/scripts/train/join_ray.sh" --num-cpus "$2"; do sleep 2; done'
 if [[ "${DRY_RUN:-0}" == 1 ]]; then
   run setsid ip netns exec "$second" env DRY_RUN=0 bash -c "$join" join "$REPO" "$NODE_CPUS"
@@ -87,9 +90,9 @@ groups+=("$!")
 setsid ip netns exec "$first" "$@" &
 command=$!
 groups+=("$command")
-if [[ -n "${LOSE_AFTER:-}" ]]; then
+if [[ -n "${LOSE_WHEN:-}" ]]; then
   (
-    sleep "$LOSE_AFTER"
+    until [[ -e "$LOSE_WHEN" ]]; do sleep 0.5; done
     echo "the second node is lost now"
     ip -n "$second" link set eth0 down
     kill -KILL -- "-${groups[0]}" 2> /dev/null || true

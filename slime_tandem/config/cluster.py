@@ -58,13 +58,6 @@ class ClusterConfig(Section):
     layer_spec: Literal["transformer_engine", "own"] = Field(
         "transformer_engine", description="own: layers without Transformer Engine, for machines that lack it"
     )
-    client_processes: int | None = Field(
-        None,
-        ge=0,
-        le=256,
-        description="processes beside slime's rollout manager that write and score responses; 0: its event loop does it; null: "
-        "as many as the rollout GPUs need (docs/results/manager-cost.md)",
-    )
     slime_flags: tuple[str, ...] = Field(
         (), description="further flags of slime, a word each, checked like those after --"
     )

@@ -112,7 +112,9 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
     Raises TandemError kinds.
     """
     run_dir = config.run_dir
-    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+    slimes = [*set_in(config.cluster, "cluster")]
+    slimes += [item for item in set_in(config.engine, "engine") if item[0] == "engine.client_processes"]
+    if unread := [f"{name}={value!r}" for name, value in slimes]:
         print(f"read under slime alone, a local run takes no notice: {', '.join(unread)}", file=sys.stderr, flush=True)
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)

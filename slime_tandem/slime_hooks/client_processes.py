@@ -214,7 +214,7 @@ class ClientProcesses:
             f"client process of sample {sample.index}",
             f"ended {_TRIES} times",
             "one that stays until it has answered",
-            "see its output above; set cluster.client_processes=0 to do its work in the rollout manager",
+            "see its output above; set engine.client_processes=0 to do its work in the rollout manager",
         )
 
     async def _process(self, place: int) -> _Process:

@@ -273,7 +273,7 @@ def take_heartbeats() -> dict[str, float]:
 
 
 async def connect(args: Any) -> Runtime | ClientProcesses:
-    """A runtime of this process, or of `cluster.client_processes` others; raises as `connect_here`."""
+    """A runtime of this process, or of `engine.client_processes` others; raises as `connect_here`."""
     config = settings(args)
     count = client_processes(config, getattr(args, "rollout_num_gpus", None))
     if not count:
@@ -293,7 +293,7 @@ def client_processes(config: RunConfig, gpus: int | None) -> int:
     A loop is planned to be busy half of its time, with the seconds per million tokens of docs/results/manager-cost.md. A scorer
     of one's own stays in one process: nobody knows what it holds.
     """
-    given = config.cluster.client_processes
+    given = config.engine.client_processes
     if given is not None:
         return given
     if any(teacher.scorer is not None for teacher in config.opd.teachers):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -415,6 +416,57 @@ def test_a_panel_asks_the_senior_only_where_lists_are_wanted() -> None:
     assert senior.batches[0][0].top_logprobs_num == 3
     with pytest.raises(DataError, match="one teacher per sample"):
         combine([(1.0, scores), (1.0, scores)])
+
+
+class Waiting:
+    """Both sides' engine: ten ids a position in arrays, shifted on the teacher's side; exact values wait until `let`."""
+
+    def __init__(self) -> None:
+        self.let, self.reached = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return [await self.one(r) for r in requests]
+
+    async def one(self, r: GenerateRequest) -> GenerateResult:
+        n = len(r.input_ids) - r.logprob_start_len
+        asked = tuple(r.token_ids_logprob or ())
+        if asked:
+            self.reached.set()
+            await self.let.wait()
+        ids = np.array(asked or [100 + (5 * r.rid.startswith("score")) + i for i in range(10)], dtype=np.int64)
+        lists = CandidateLists(np.tile(ids, n), np.arange(n + 1) * len(ids), np.tile(-1.0 - np.arange(len(ids)) / 8, n))
+        return GenerateResult(
+            r.rid, (), (), "length", "1", input_log_probs=(None, *[-0.5] * (n - 1)),
+            input_ids=r.input_ids[r.logprob_start_len :],
+            input_top_logprobs=() if asked else lists, input_token_ids_logprobs=lists if asked else (),
+        )  # fmt: skip
+
+
+def test_a_response_in_flight_takes_a_bounded_number_of_bytes() -> None:
+    """With lists of both sides, while exact values are awaited: what docs/results/manager-cost.md says, at two lengths."""
+    table = TokenBytes(tuple(f" {i}".encode() for i in range(200)), frozenset(), frozenset())
+    held = {}
+    for n in (1000, 4000):
+        engine = Waiting()
+        teacher = Teacher(engine, Aligner(table, table, end_of_turn=-1), lambda _: [1, 2, 3], lambda _: [])
+        panel = TeacherPanel([teacher], Scoring(lists=10))
+        one = sample(0, [i % 200 for i in range(n)])
+
+        async def run(panel: TeacherPanel = panel, engine: Waiting = engine, one: TandemSample = one) -> int:
+            tracemalloc.start()
+            task = asyncio.create_task(panel.score([one], engine))
+            await engine.reached.wait()
+            await asyncio.sleep(0.05)
+            now = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            engine.let.set()
+            (scores,) = await task
+            assert isinstance(scores, AlignedScores), scores
+            assert scores.lists is not None
+            return now
+
+        held[n] = asyncio.run(run())
+    assert (held[4000] - held[1000]) / 3000 < 1500, held
 
 
 def test_windows_hold_so_many_values_at_most() -> None:

@@ -32,7 +32,7 @@ def configured(trio: Any, side_url: Callable[[str], str]) -> Any:
                 f"models.senior={trio.senior}", f"models.junior={trio.junior}", f"models.teacher={trio.teacher}",
                 f"engine.senior_url={senior.url}", f"engine.junior_url={side_url('junior')}",
                 f"engine.teacher_url={side_url('teacher')}", "engine.max_retries=0", "opd.selection.selector=tip",
-                "opd.selection.ratio=0.5", "opd.selection.top_k=4", "cluster.client_processes=2",
+                "opd.selection.ratio=0.5", "opd.selection.top_k=4", "engine.client_processes=2",
             ]
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_how_many_processes_follow_from_the_gpus_and_what_is_asked() -> None:
     assert [client_processes(fused, n) for n in (None, 1, 8, 64)] == [0, 0, 0, 4]
     with_lists = RunConfig.load(overrides=["engine.mode=fused", *lists])
     assert [client_processes(with_lists, n) for n in (1, 2, 8)] == [0, 2, 7]
-    assert client_processes(RunConfig.load(overrides=["cluster.client_processes=3"]), None) == 3
+    assert client_processes(RunConfig.load(overrides=["engine.client_processes=3"]), None) == 3
 
 
 def test_a_process_that_never_comes_up_is_an_error(
