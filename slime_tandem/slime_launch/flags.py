@@ -20,6 +20,7 @@ from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
+from slime_tandem.slime_launch.memory import SCORED_AT_ONCE
 from slime_tandem.slime_launch.prompts import prompt_data
 from slime_tandem.slime_launch.served import in_context, of_architecture, served
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
@@ -55,6 +56,11 @@ LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
 LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "serving", "cluster")
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
+_CHUNKED = {
+    "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
+    "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": str(SCORED_AT_ONCE),
+}
+"""Of every engine of a job whose prompts are scored: their logits in pieces, so that memory.py's estimate holds."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
     "engine": ("threads", "max_batch", "cache_tokens"),
@@ -140,9 +146,10 @@ def plan(
         *("--custom-config-path", str(settings)),
         *_hooks(config),
     ]
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = dict(_CHUNKED) if config.opd.enabled else {}
     if fused is not None:
-        environment, more = fused
+        variables, more = fused
+        environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
     notes += _sizes_only(config, place, flags, fused=fused is not None)
