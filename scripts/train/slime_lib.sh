@@ -184,6 +184,7 @@ submit() {
   local -a SLIME_FLAGS SERVER_URLS submission
   # shellcheck source=/dev/null
   source "$folder/launch.sh"
+  if declare -F side_servers > /dev/null; then side_servers; fi
   for url in "${SERVER_URLS[@]}"; do
     if [[ "${DRY_RUN:-0}" == 1 ]]; then echo "wait for $url/health"; else wait_for "$url" "$url/health"; fi
   done

@@ -20,9 +20,10 @@ from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
-from slime_tandem.slime_launch.memory import SCORED_AT_ONCE
+from slime_tandem.slime_launch.memory import SCORED_AT_ONCE, engine_memory, trainer_memory
 from slime_tandem.slime_launch.prompts import prompt_data
 from slime_tandem.slime_launch.served import in_context, of_architecture, served
+from slime_tandem.slime_launch.side import Side, beside, check_sides
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
 from slime_tandem.slime_launch.user_flags import accepted, split
 
@@ -82,6 +83,7 @@ class Plan:
     files: Mapping[Path, str]
     urls: Sequence[str]
     notes: Sequence[str]
+    sides: Sequence[Side] = ()
 
     def write(self) -> None:
         """Write the files that the flags name; raises ConfigError where that cannot be done."""
@@ -99,7 +101,16 @@ class Plan:
         more = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
         lines += [f"export {name}={shlex.quote(value)}{more.get(name, '')}" for name, value in self.environment.items()]
         words = " ".join(shlex.quote(word) for word in self.flags)
-        return "\n".join([*lines, f"SLIME_FLAGS=({words})", f"SERVER_URLS=({shlex.join(self.urls)})"]) + "\n"
+        lines += [f"SLIME_FLAGS=({words})", f"SERVER_URLS=({shlex.join(self.urls)})"]
+        if self.sides:
+            lines.append("side_servers() {")
+            for side in self.sides:
+                command = " ".join(
+                    '"$SLIME_PYTHON"' if word == "$SLIME_PYTHON" else shlex.quote(word) for word in side.command()
+                )
+                lines.append(f"  start {side.name} {side.url}/health {command}")
+            lines.append("}")
+        return "\n".join(lines) + "\n"
 
 
 def plan(
@@ -113,6 +124,7 @@ def plan(
     """
     assert (config.engine.mode == "fused") == (fused is not None)
     _not_under_slime(config)
+    config, sides = beside(config)
     place = layout(config)
     senior = architecture(config.models.senior)
     models = {
@@ -123,6 +135,18 @@ def plan(
     junior = of_architecture(architecture(config.models.junior)) if fused else None
     check_context(config, models, junior)
     notes = [*place.describe(), *check_memory(config, place, senior, models, junior)]
+    if sides:
+        of_sides = {s.name: served(s.model, s.serving, field=serving_of(config, s.name)[0]) for s in sides}
+        actor, card = place.groups[0], sides[0].gpu
+        notes += check_sides(
+            config,
+            sides,
+            of_sides,
+            trainer_memory(senior, config.cluster, place.trainer_gpus),
+            engine_memory([models[ACTOR], *([junior] if junior else [])], actor.gpus_per_engine, config.cluster),
+            trains=card < place.trainer_gpus,
+            writes=actor.start <= card < actor.start + actor.gpus,
+        )
     folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
     routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
@@ -153,7 +177,7 @@ def plan(
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
     notes += _sizes_only(config, place, flags, fused=fused is not None)
-    return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes)
+    return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes, sides)
 
 
 def _sizes(config: RunConfig) -> list[str]:

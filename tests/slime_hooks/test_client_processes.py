@@ -96,6 +96,9 @@ def here(configured: RunConfig, sample_class: Any) -> list[Any]:
         made = await runtime.connect_here(args_of(), lambda: False)
         some = samples(sample_class)
         await fill(made, some)
+        assert made.panel is not None
+        for engine in (*made.engines.values(), *(t.engine.engine for t in made.panel.teachers)):  # type: ignore[attr-defined]
+            await engine.__aexit__()
         return some
 
     return asyncio.run(run())

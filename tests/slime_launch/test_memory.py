@@ -102,7 +102,7 @@ def test_the_optimizers_step_by_hand() -> None:
 
 
 def test_logits_of_a_scored_prompt_by_hand() -> None:
-    """Llama 3's vocabulary: 12 bytes for each of 128,256 logits of 1,024 positions; of a whole prefill of 8,192 it was 11.7 GiB."""
+    """Llama 3's vocabulary: 12 bytes for each of 128,256 logits of 1,024 positions; a whole prefill of 8,192 takes 11.7 GiB."""
     teacher = of_architecture(PUBLISHED["llama3.2-3B"])
     assert teacher.vocabulary == 128256
     assert scoring_bytes([teacher]) == 12 * 1024 * 128256
@@ -120,7 +120,7 @@ def test_logits_of_a_scored_prompt_by_hand() -> None:
 def test_the_estimate_is_within_a_tenth_of_what_was_measured_on_one_card(
     served: list[list[str]], measured: float
 ) -> None:
-    """docs/results/slime-scale.md: 4,096 tokens a micro-batch, nothing computed again, KV caches of 65,536 tokens, 139.8 GiB."""
+    """docs/results/slime-scale.md: 4,096 tokens a micro-batch, nothing computed again, KV caches of 65,536 tokens."""
     cluster = ClusterConfig(
         gpus_per_node=1, gpu_memory_gib=139.8, layer_spec="own", max_tokens_per_gpu=4096, recompute=False
     )
