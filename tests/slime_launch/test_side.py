@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slime_tandem.cli import main
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
+from slime_tandem.slime_launch.cards import CARDS, settings_of
 from slime_tandem.slime_launch.plan import launch_plan
 
 
@@ -86,6 +88,27 @@ def test_several_machines_are_refused_and_no_count_is_below_zero(tmp_path: Path)
     with pytest.raises(ConfigError, match="0 are left") as error:
         launch_plan(config(tmp_path, "cluster.side_servers=false"), tmp_path / "launch")
     assert " -" not in str(error.value)
+
+
+@pytest.mark.parametrize("cards", CARDS)
+@pytest.mark.parametrize("mode", ["two_servers", "fused"])
+def test_every_size_makes_a_plan_that_fits(tmp_path: Path, cards: int, mode: str) -> None:
+    made = launch_plan(config(tmp_path, f"engine.mode={mode}", *settings_of(cards)), tmp_path / "launch")
+    assert made.layout.gpus_per_node == cards
+    assert bool(made.sides) == (cards <= 2)
+    assert not any(note.startswith("idle") for note in made.notes)
+    with pytest.raises(ConfigError, match="--size=3: expected one of 1, 2, 4, 8"):
+        settings_of(3)
+
+
+def test_a_size_stands_above_the_file_and_below_what_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(config(tmp_path, "cluster.gpus_per_node=8", "cluster.side_servers=false").to_yaml())
+    command = ["config", "--check", str(file), "--slime", str(tmp_path / "out"), "--size", "1"]
+    assert main([*command, "--set", "cluster.side_port=31000"]) == 0
+    said = capsys.readouterr().out
+    assert "# 1 x 1 GPUs; the trainer has GPU 0" in said
+    assert "SERVER_URLS=(http://127.0.0.1:31000 http://127.0.0.1:31001)" in said
 
 
 def test_the_text_for_a_shell_starts_each_with_the_jobs_python(tmp_path: Path) -> None:
