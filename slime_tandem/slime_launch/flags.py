@@ -176,6 +176,7 @@ def plan(
         environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
+    extra += _first_wait(split(extra))
     notes += _sizes_only(config, place, flags, fused=fused is not None)
     return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes, sides)
 
@@ -219,6 +220,30 @@ def _of_fused_engine(more: Sequence[str], theirs: Mapping[str, Sequence[str]], *
         if not left and (shared or name != "--sglang-enable-weights-cpu-backup"):
             flags += [name, *values]
     return flags
+
+
+_COMPILES_S = 60.0
+"""Seconds that an engine may take over its first answers, three times what kernels took to compile (docs/results/slime-scale.md)."""
+
+
+def _first_wait(theirs: Mapping[str, Sequence[str]]) -> list[str]:
+    """slime's health check kills an engine that does not answer in time, from the first second on, unless it is told to wait:
+    one that still compiles would die again and again. Raises ConfigError for a wait of the user's that is too short."""
+    if "--use-fault-tolerance" not in theirs:
+        return []
+    name, timeout = "--rollout-health-check-first-wait", theirs.get("--rollout-health-check-timeout", ["30"])
+    if name not in theirs:
+        return [name, f"{2 * _COMPILES_S:g}"]
+    try:
+        total = float(theirs[name][0]) + float(timeout[0])
+    except (IndexError, ValueError):
+        raise ConfigError(name, " ".join(theirs[name]), "seconds", "correct it, or leave it out") from None
+    if total < _COMPILES_S:
+        expected = (
+            f"at least {_COMPILES_S:g} s with --rollout-health-check-timeout: an engine that still compiles is killed"
+        )
+        raise ConfigError(name, theirs[name][0], expected, f"raise it, or leave it out ({2 * _COMPILES_S:g})")
+    return []
 
 
 def _server_urls(config: RunConfig) -> list[str]:

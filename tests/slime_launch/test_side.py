@@ -111,6 +111,20 @@ def test_a_size_stands_above_the_file_and_below_what_is_set(tmp_path: Path, caps
     assert "SERVER_URLS=(http://127.0.0.1:31000 http://127.0.0.1:31001)" in said
 
 
+def test_an_engine_that_compiles_is_not_taken_for_dead(tmp_path: Path) -> None:
+    def flags(*extra: str) -> list[str]:
+        return list(launch_plan(config(tmp_path), tmp_path / "launch", extra).flags)
+
+    wait = "--rollout-health-check-first-wait"
+    assert wait not in flags()
+    told = flags("--use-fault-tolerance")
+    assert told[told.index(wait) + 1] == "120"
+    assert flags("--use-fault-tolerance", wait, "40").count(wait) == 1, "40 and slime's 30 are enough"
+    for bad in (["0"], ["20", "--rollout-health-check-timeout", "30"], ["soon"]):
+        with pytest.raises(ConfigError, match=wait):
+            flags("--use-fault-tolerance", wait, *bad)
+
+
 def test_the_text_for_a_shell_starts_each_with_the_jobs_python(tmp_path: Path) -> None:
     text = launch_plan(config(tmp_path), tmp_path / "launch").shell()
     script = f"{text}\nstart() {{ echo \"$@\"; }}\nSLIME_PYTHON='/my python' side_servers"
