@@ -140,6 +140,13 @@ _TABLE = (
         "sampled ends of turn that carry a teacher value (stop strings are none)",
     ),
     _step("opd/eos_kl", "nats", "sample mean", "down", "opd/teacher_kl of ends of turn alone"),
+    _step(
+        "opd/bounded_mass",
+        "probability",
+        "token mean",
+        "down",
+        "with opd.selection.depth: how much too large the mass of the other side's entries may be taken, at most",
+    ),
     _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
     _step(
         "opd/unread_roles",

@@ -223,7 +223,7 @@ def _of_fused_engine(more: Sequence[str], theirs: Mapping[str, Sequence[str]], *
 
 
 _COMPILES_S = 60.0
-"""Seconds that an engine may take over its first answers, three times what kernels took to compile (docs/results/slime-scale.md)."""
+"""Seconds that an engine may take over its first answers: three times what kernels took to compile (results/slime-scale.md)."""
 
 
 def _first_wait(theirs: Mapping[str, Sequence[str]]) -> list[str]:
