@@ -82,6 +82,13 @@ _TABLE = (
         "down",
         "slime: longest time that the rollout manager's event loop came too late to its work",
     ),
+    _step(
+        "rollout/loop_busy_s",
+        "s",
+        "worst of the step",
+        "down",
+        "slime: most processor time that this loop's thread took before it could look at its clock again",
+    ),
     _step("rollout/loop_cpu_s", "s", "sum over the step", "down", "slime: processor time of that loop's thread"),
     _step(
         "reward/timeouts",

@@ -27,13 +27,18 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self._worst, self._cpu = 0.0, 0.0
+        self._worst, self._cpu, self._busiest = 0.0, 0.0, 0.0
         self._task = asyncio.get_running_loop().create_task(self._beat())
 
     def take(self) -> dict[str, float]:
-        """Since the last call: the longest time (s) that the loop came too late, and the processor time (s) of its thread."""
-        found = {"rollout/loop_blocked_s": self._worst, "rollout/loop_cpu_s": self._cpu}
-        self._worst, self._cpu = 0.0, 0.0
+        """Since the last call: the longest time (s) that the loop came too late; the most processor time (s) that its thread took
+        between two beats, which the machine's other work is no part of; the processor time (s) of all."""
+        found = {
+            "rollout/loop_blocked_s": self._worst,
+            "rollout/loop_busy_s": self._busiest,
+            "rollout/loop_cpu_s": self._cpu,
+        }
+        self._worst, self._cpu, self._busiest = 0.0, 0.0, 0.0
         return found
 
     async def stop(self) -> None:
@@ -49,4 +54,5 @@ class Heartbeat:
             await asyncio.sleep(_EVERY_S)
             self._worst = max(self._worst, time.monotonic() - due)
             now = time.thread_time()
+            self._busiest = max(self._busiest, now - cpu)
             self._cpu, cpu = self._cpu + now - cpu, now

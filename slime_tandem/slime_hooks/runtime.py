@@ -263,13 +263,13 @@ async def current(args: Any) -> Runtime | ClientProcesses:
 
 
 def take_heartbeats() -> dict[str, float]:
-    """What the event loops' heartbeats say since the last call: the worst of the first figure, the sum of the second; {}
+    """What the event loops' heartbeats say since the last call: the worst of them, the sum of the processor times; {}
     where none runs (a program that gives its own samples)."""
     found = [beat.take() for beat in STATE.manager.heartbeats.values()]
     if not found:
         return {}
-    worst = max(one["rollout/loop_blocked_s"] for one in found)
-    return {"rollout/loop_blocked_s": worst, "rollout/loop_cpu_s": sum(one["rollout/loop_cpu_s"] for one in found)}
+    worst = {name: max(one[name] for one in found) for name in ("rollout/loop_blocked_s", "rollout/loop_busy_s")}
+    return {**worst, "rollout/loop_cpu_s": sum(one["rollout/loop_cpu_s"] for one in found)}
 
 
 async def connect(args: Any) -> Runtime | ClientProcesses:

@@ -26,6 +26,7 @@ def rollout_metrics(
     metrics: dict[str, float | None] = {
         **response_metrics(scored),
         "rollout/loop_blocked_s": None,
+        "rollout/loop_busy_s": None,
         "rollout/loop_cpu_s": None,
         "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
         "rollout/accuracy": float(np.mean([s.reward >= RIGHT_REWARD for s in scored])),
