@@ -211,9 +211,9 @@ def main() -> None:
         ]
         urls[role], _ = started(a.models / role, words, boundary_ids("word", tokens.table, tokens.special))
     print(
-        "| arm | tokens each | client processes | loop, CPU s per million | processes, CPU s per million | loop blocked, ms |"
+        "| arm | tokens each | client processes | loop, CPU s/million | processes, CPU s/million | loop busy, ms | blocked, ms |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for arm in a.arms:
         for length in a.tokens:
             for processes in a.processes:
@@ -226,7 +226,7 @@ def main() -> None:
                 )  # fmt: skip
                 r = asyncio.run(measured(config, a.samples, processes))
                 print(
-                    f"| {arm} | {length} | {processes} | {r['loop']:.2f} | {r['others']:.2f} | {r['blocked']:.0f} |",
+                    f"| {arm} | {length} | {processes} | {r['loop']:.2f} | {r['others']:.2f} | {r['busy']:.0f} | {r['blocked']:.0f} |",
                     flush=True,
                 )
     print(f"most memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB")

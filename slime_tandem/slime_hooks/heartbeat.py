@@ -31,8 +31,8 @@ class Heartbeat:
         self._task = asyncio.get_running_loop().create_task(self._beat())
 
     def take(self) -> dict[str, float]:
-        """Since the last call: the longest time (s) that the loop came too late; the most processor time (s) that its thread took
-        between two beats, which the machine's other work is no part of; the processor time (s) of all."""
+        """Since the last call: the longest time (s) that the loop came too late; the most processor time (s) that its thread
+        took between two beats, which the machine's other work is no part of; the processor time (s) of all."""
         found = {
             "rollout/loop_blocked_s": self._worst,
             "rollout/loop_busy_s": self._busiest,
