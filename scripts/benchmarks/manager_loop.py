@@ -211,7 +211,7 @@ def main() -> None:
         ]
         urls[role], _ = started(a.models / role, words, boundary_ids("word", tokens.table, tokens.special))
     print(
-        "| arm | tokens each | client processes | loop, CPU s/million | processes, CPU s/million | loop busy, ms | blocked, ms |"
+        "| arm | tokens each | client processes | loop, CPU s/million | theirs, CPU s/million | loop busy, ms | blocked, ms |"
     )
     print("|---|---|---|---|---|---|---|")
     for arm in a.arms:
@@ -225,10 +225,9 @@ def main() -> None:
                     ]
                 )  # fmt: skip
                 r = asyncio.run(measured(config, a.samples, processes))
-                print(
-                    f"| {arm} | {length} | {processes} | {r['loop']:.2f} | {r['others']:.2f} | {r['busy']:.0f} | {r['blocked']:.0f} |",
-                    flush=True,
-                )
+                cells = [arm, length, processes, *(f"{r[name]:.2f}" for name in ("loop", "others"))]
+                cells += [f"{r[name]:.0f}" for name in ("busy", "blocked")]
+                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     print(f"most memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB")
 
 
