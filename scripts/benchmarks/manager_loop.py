@@ -211,7 +211,7 @@ def main() -> None:
         ]
         urls[role], _ = started(a.models / role, words, boundary_ids("word", tokens.table, tokens.special))
     print(
-        "| arm | tokens each | client processes | loop, CPU s/million | theirs, CPU s/million | loop busy, ms | blocked, ms |"
+        "| arm | tokens | client processes | loop, CPU s/million | theirs, CPU s/million | loop busy, ms | blocked, ms |"
     )
     print("|---|---|---|---|---|---|---|")
     for arm in a.arms:
