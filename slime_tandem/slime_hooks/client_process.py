@@ -70,7 +70,6 @@ class _Server:
             sglang_router_ip=ip,
             sglang_router_port=port,
             sglang_model_routers=dict(setup.routers),
-            apply_chat_template_kwargs=dict(setup.template_kwargs),
         )
         settings.use(settings.ANY, setup.config)
         self._made = await runtime.connect_here(args, self._stop)

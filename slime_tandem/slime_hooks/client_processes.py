@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime_tandem.config import RunConfig
@@ -43,7 +43,6 @@ class Setup:
     config: RunConfig
     routers: Mapping[str, tuple[str, int]]
     senior: tuple[str, int]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def send(writer: asyncio.StreamWriter, message: Any) -> None:

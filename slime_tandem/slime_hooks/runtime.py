@@ -11,7 +11,7 @@ import contextlib
 import gc
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -129,7 +129,6 @@ class Runtime:
     engines: Mapping[int, Engine]
     panel: TeacherPanel | None
     aborted: Callable[[], bool]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     async def write(
         self, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool = False
@@ -199,8 +198,8 @@ class Runtime:
 
     @property
     def _chat(self) -> Chat:
-        """The senior's template, with the variables that slime renders prompts with."""
-        return self.roster.student.chat(self.template_kwargs)
+        """The senior's template, with the variables that slime renders prompts with (`models.template_kwargs`)."""
+        return self.roster.student.chat()
 
     @cached_property
     def _places(self) -> asyncio.Semaphore:
@@ -280,8 +279,7 @@ async def connect(args: Any) -> Runtime | ClientProcesses:
         return await connect_here(args, lambda: _aborted(args))
     routers = getattr(args, "sglang_model_routers", None) or {}
     senior = (args.sglang_router_ip, args.sglang_router_port)
-    kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
-    setup = Setup(config, {name: tuple(at) for name, at in routers.items()}, senior, kwargs)
+    setup = Setup(config, {name: tuple(at) for name, at in routers.items()}, senior)
     settle_collector()
     places = config.opd.concurrency * config.engine.max_batch
     return ClientProcesses(setup, count, lambda: _aborted(args), places)
@@ -363,10 +361,8 @@ async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
             asked = Sharing(engine) if scores_by_id(config) else engine
             teachers.append(roster.teacher(role, asked, await engine.model_info()))
         panel = TeacherPanel(teachers, roster.scoring)
-    kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
-    roster.environments.template_kwargs = kwargs
     settle_collector()
-    return Runtime(roster, engines, panel, aborted, kwargs)
+    return Runtime(roster, engines, panel, aborted)
 
 
 def settle_collector() -> None:
