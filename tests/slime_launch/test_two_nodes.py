@@ -60,10 +60,8 @@ def test_two_nodes_have_addresses_of_their_own_and_nothing_is_left(tmp_path: Pat
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec python3 -m http.server 8000 --bind 10.9.7.2 --directory /\n")
     python.chmod(0o755)
-    asks = (
-        "until curl -sf --noproxy '*' -o /dev/null http://10.9.7.2:8000; do sleep 0.1; done; "
-    asks += "echo $MASTER_ADDR; ip netns identify $$; exit 7"
-    )
+    waits = "until curl -sf --noproxy '*' -o /dev/null http://10.9.7.2:8000; do sleep 0.1; done"
+    asks = f"{waits}; echo $MASTER_ADDR; ip netns identify $$; exit 7"
     done = call("bash", "-c", asks, SUBNET="10.9.7", SLIME_PYTHON=str(python), OUTPUT_ROOT=str(tmp_path))
     assert done.returncode == 7, done.stderr
     address, namespace = done.stdout.split()
