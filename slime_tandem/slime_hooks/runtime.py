@@ -289,12 +289,12 @@ def client_processes(config: RunConfig, gpus: int | None) -> int:
     """How many processes write and score beside the rollout manager: what the settings say, else what the GPUs write.
 
     A loop is planned to be busy half of its time, with the seconds per million tokens of docs/results/manager-cost.md. A scorer
-    of one's own stays in one process: nobody knows what it holds.
+    or an environment of one's own stays in one process: nobody knows what it holds.
     """
     given = config.engine.client_processes
     if given is not None:
         return given
-    if any(teacher.scorer is not None for teacher in config.opd.teachers):
+    if any(teacher.scorer is not None for teacher in config.opd.teachers) or any(t.environment for t in config.tasks):
         return 0
     lists = config.opd.enabled and (config.opd.signal != "sampled" or config.opd.list_length > 0)
     pairs = config.tandem.enabled and config.engine.mode == "two_servers"
