@@ -183,6 +183,7 @@ async def measured(config: RunConfig, samples: int, processes: int) -> dict[str,
         await made.close()
     return {
         "loop": cpu / tokens * 1e6, "others": others / tokens * 1e6, "blocked": found["rollout/loop_blocked_s"] * 1e3,
+        "busy": found["rollout/loop_busy_s"] * 1e3,
         "wall": wall, "tokens": tokens,
     }  # fmt: skip
 
