@@ -84,7 +84,8 @@ class IdsAt:
         if not len(keys):
             return np.full(wanted.shape, -1, dtype=np.int64)
         place = np.searchsorted(keys, wanted, side="right") - 1
-        return np.where((place >= 0) & (keys[place] == wanted), order[place], -1)
+        found: IntArray = np.where((place >= 0) & (keys[place] == wanted), order[place], -1)
+        return found
 
 
 _ID_BITS = 32
@@ -213,7 +214,7 @@ class IdText(Sequence[int]):
     @property
     def json(self) -> bytes:
         """The list as JSON."""
-        return b"[%b]" % memoryview(self._text)[: self._ends[self._count - 1] if self._count else 0]
+        return b"".join((b"[", memoryview(self._text)[: self._ends[self._count - 1] if self._count else 0], b"]"))
 
     def __len__(self) -> int:
         return self._count
