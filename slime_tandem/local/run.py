@@ -124,7 +124,9 @@ def train(
         with RunProgress() as own:
             return train(config, resume=resume, overwrite=overwrite, progress=own)
     run_dir = config.run_dir
-    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+    slimes = [*set_in(config.cluster, "cluster")]
+    slimes += [item for item in set_in(config.engine, "engine") if item[0] == "engine.client_processes"]
+    if unread := [f"{name}={value!r}" for name, value in slimes]:
         progress.warn(f"read under slime alone, a local run takes no notice: {', '.join(unread)}")
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -184,7 +184,7 @@ def log_rollout(
             f"rollout/reward_by_task/{row['task']}": row["mean"] for row in reward_histograms(*rewards_by_task(scored))
         }
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
-        metrics |= part_scalars("rollout", part_means(scored))
+        metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
         _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
         if rollout_id == 0 and config.objective.reward_coef > 0:
             _warn_if_equal(args, config, scored)

@@ -32,7 +32,10 @@ def repeat(rollout_data: dict[str, Any], passes: int) -> None:
         held = rollout_data[key]
         if not isinstance(held, list):
             raise DataError(
-                f"rollout_data[{key!r}]", type(held).__name__, "a list, as in slime 624b824a", "set train.epochs_per_step=1"
+                f"rollout_data[{key!r}]",
+                type(held).__name__,
+                "a list, as in slime 624b824a",
+                "set train.epochs_per_step=1",
             )
         once = rollout_data[key] = list(held)
         held.extend(once * (passes - 1))

@@ -118,7 +118,7 @@ def check_flags(args: Any, config: RunConfig, *, planned: bool = False) -> None:
 def scores_by_id(config: RunConfig) -> bool:
     """Whether servers are asked for the log-probs of given ids: lists of candidates that one side lacks."""
     opd = config.opd
-    return opd.enabled and (opd.selection.asks_cross or (opd.signal != "sampled" and opd.support != "teacher"))
+    return opd.enabled and (opd.selection.asks_ids or (opd.signal != "sampled" and opd.support != "teacher"))
 
 
 # ---- the rules, in the order in which they are held ----

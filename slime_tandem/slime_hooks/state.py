@@ -23,12 +23,16 @@ class ManagerState:
     """Of the rollout manager, read and written by runtime.py, and `judges` by hooks.py, alone.
 
     `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
-    being made or ready, forgotten with its loop; `judges`: the `rewarding.Judges` of the configuration.
+    being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each; `judges`: the
+    `rewarding.Judges` of the configuration.
     """
 
     installed: Any = None
     judges: Any = None
     running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    heartbeats: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 

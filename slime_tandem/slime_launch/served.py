@@ -30,7 +30,8 @@ class Served:
     """One model in a server. `weights`: bytes of all of it; `max_positions`: None where the config has none.
 
     KV cache of a token: `kv_head` bytes for each of `kv_heads`, which tensor parallel ranks divide, and `kv_whole` bytes that
-    every rank holds (latents). `kv_share`: the part of an engine's pool that is KV cache. `notes`: what is an estimate.
+    every rank holds (latents). `kv_share`: the part of an engine's pool that is KV cache. `vocabulary`: its size, 0 where the
+    config has none. `notes`: what is an estimate.
     """
 
     heads: int | None
@@ -40,6 +41,7 @@ class Served:
     kv_head: int
     kv_whole: int = 0
     kv_share: float = 1.0
+    vocabulary: int = 0
     notes: tuple[str, ...] = ()
 
     def kv_per_token(self, tp: int) -> int:
@@ -60,6 +62,7 @@ def of_architecture(arch: Architecture, how: ServedModel | None = None) -> Serve
         size * parameters(arch),
         arch.num_kv_heads,
         2 * size * arch.num_layers * arch.head_dim,
+        vocabulary=arch.vocab_size,
     )
 
 
@@ -89,7 +92,7 @@ def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     if how.quantization is not None and "quantization_config" not in raw:
         notes.append(f"weights as stored: {how.quantization} makes them smaller when they are loaded")
     heads, positions = config.get("num_attention_heads"), config.get("max_position_embeddings")
-    base = Served(_whole(heads), _whole(positions), weights, 0, 0)
+    base = Served(_whole(heads), _whole(positions), weights, 0, 0, vocabulary=_whole(config.get("vocab_size")) or 0)
     if how.kv_bytes_per_token is None:
         base = _with_cache(base, config, _BYTES[how.dtype or "bfloat16"], notes, str(folder), field)
     return replace(base, notes=tuple(notes))

@@ -259,6 +259,7 @@ class Roster:
             opd.support,
             opd.list_length,
             opd.selection.asks_cross,
+            opd.selection.depth if opd.selection.asks_cross else 0,
         )
 
     def fused_tables(self) -> list[frozenset[int]]:
