@@ -14,8 +14,10 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from slime_tandem.models.builtin import RECIPES, TASK, Recipe, pretrain, sample
+from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain, sample
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.models.worksheet import other_notation_share
 from slime_tandem.tasks.families import TaskSet
@@ -71,12 +73,31 @@ def cases(seeds: Sequence[int], few: Sequence[int]) -> Iterator[Case]:
     """The protocol's, the main comparison first."""
     yield from (Case(seed, arm) for seed in seeds for arm in ARMS)
     main = ("tandem + teacher", "solo GRPO")
-    yield from (Case(seed, arm, dose) for seed in few for dose in (*DOSES, None) for arm in main)
+    yield from (Case(seed, arm, dose) for seed in few for dose in (None, *DOSES) for arm in main)
+
+
+def start_models(case: Case, cache: Path, *, tiny: bool) -> Path:
+    """The folder of the case's three models. With another dose the junior alone is another: the rest is dose 0's, copied."""
+    recipe = case.recipe(tiny)
+    if not case.dose or (final := cache / recipe.key).is_dir():
+        return pretrain(cache, print, recipe)
+    base = pretrain(cache, print, dataclasses.replace(case, dose=0.0).recipe(tiny))
+    with tempfile.TemporaryDirectory(prefix=".dose-", dir=cache) as name:
+        making = Path(name) / "models"
+        shutil.copytree(base, making)
+        shutil.rmtree(making / "junior")
+        make_model("junior", recipe, making, print)
+        record = json.loads((making / "recipe.json").read_text(encoding="utf-8"))
+        record["recipe"] = dataclasses.asdict(recipe)
+        record["models"]["junior"] = json.loads((making / "junior" / "measured.json").read_text(encoding="utf-8"))
+        (making / "recipe.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        making.rename(final)
+    return final
 
 
 def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[str, Any]:
     """The line of one training; what is there already of it is not done again."""
-    models = pretrain(folder / "models", print, case.recipe(tiny))
+    models = start_models(case, folder / "models", tiny=tiny)
     tree = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     roles = {"senior": "senior", "junior": "senior" if case.dose is None else "junior", "teacher": "teacher"}
     tree |= {"name": case.name, "seed": case.seed, "control": False, "runs_dir": str(folder / "runs")}
