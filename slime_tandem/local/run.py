@@ -365,7 +365,8 @@ def _learn(
     """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
     t1 = time.perf_counter()
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
+    eos_ids, bank = team.roster.student.tokens.eos_ids, TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank, eos_ids=eos_ids)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(
@@ -379,7 +380,7 @@ def _learn(
     t2 = time.perf_counter()
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
+        **rollout_metrics(scored, eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,
@@ -408,9 +409,11 @@ def _save(trainer: Trainer, arm: Arm, step: int) -> None:
 def _evaluate(
     writer: RunWriter, team: Team, tasks: TaskSet, held_out: list[Prompt], config: RunConfig, step: int, phase: str
 ) -> None:
-    metrics, scored = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
-    writer.write_eval(step, phase, metrics)  # type: ignore[arg-type]
-    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in scored[:_EVAL_TRANSCRIPTS]])
+    found = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
+    # First, so that an evaluation whose row is there is whole.
+    writer.write_outcomes(step, phase, [p.prompt_id for p in held_out], found.solo_rewards, found.tandem_rewards)
+    writer.write_eval(step, phase, found.metrics)  # type: ignore[arg-type]
+    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.tandem[:_EVAL_TRANSCRIPTS]])
 
 
 def _transcript(team: Team, scored: ScoredSample):  # type: ignore[no-untyped-def]

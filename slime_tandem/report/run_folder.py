@@ -1,6 +1,6 @@
 """Writes a run's folder: metrics, evaluations, transcripts, TensorBoard events and the resolved config.
 
-A run folder: config.yaml, metrics.jsonl, eval.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
+A run folder: config.yaml, metrics.jsonl, eval.jsonl, outcomes.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
 summary.json, report.html, control/). Each JSON line is on the disk (fsync) before `write_*` returns, so a killed run
 loses at most the line it was writing; a resumed run first drops what it is going to write again. What a run does is not known
 here.
@@ -151,13 +151,12 @@ class RunWriter:
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.run_dir = run_dir
         self._resumed = resume_step is not None
-        self._metrics, self._evals, self._transcripts, self._rewards = (
-            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
-        )
+        names = ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl", "outcomes.jsonl")
+        self._metrics, self._evals, self._transcripts, self._rewards, self._outcomes = (run_dir / n for n in names)
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards, self._outcomes):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
@@ -166,7 +165,8 @@ class RunWriter:
             self._require_past(resume_step)
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
-            _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
+            for path in (self._evals, self._outcomes):
+                _keep_rows(path, lambda row: row["step"] <= resume_step)
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
@@ -214,6 +214,25 @@ class RunWriter:
         self._append(self._evals, [{"step": step, "phase": phase, **row}])
         self._seen.add((step, phase))
         self._events.scalars(step, row)
+
+    def write_outcomes(
+        self,
+        step: int,
+        phase: EvalPhase,
+        prompt_ids: Sequence[str],
+        solo: Sequence[float | None],
+        tandem: Sequence[float | None] | None,
+    ) -> None:
+        """Append what each response of an evaluation was worth; the same (step, phase) again replaces the old row.
+
+        `prompt_ids` [N]; `solo` and `tandem` [N * samples]: rewards, as many in a row for each prompt, None for a response that
+        could not be written; `tandem` None without a junior. With them two runs can be compared prompt by prompt.
+        """
+        assert len(solo) % len(prompt_ids) == 0, "as many responses for each prompt"
+        assert tandem is None or len(tandem) == len(solo), "as many together as alone"
+        _keep_rows(self._outcomes, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
+        row = {"prompt_ids": list(prompt_ids), "solo": list(solo), "tandem": None if tandem is None else list(tandem)}
+        self._append(self._outcomes, [{"step": step, "phase": phase, **row}])
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
         """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.

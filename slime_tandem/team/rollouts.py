@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -110,10 +111,20 @@ def successful(
     return samples
 
 
-def evaluate(
-    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int
-) -> tuple[dict[str, float | None], list[ScoredSample]]:
-    """(`eval/...` metrics, tandem samples) of the senior's current weights on held-out prompts.
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation of the senior's current weights: `metrics` (`eval/...`), the `tandem` responses (the solo ones where the
+    run has no junior), and what each response was worth, `per_prompt` in a row for each prompt, None for one that failed;
+    `tandem_rewards` None without a junior."""
+
+    metrics: dict[str, float | None]
+    tandem: list[ScoredSample]
+    solo_rewards: list[float | None]
+    tandem_rewards: list[float | None] | None
+
+
+def evaluate(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int) -> HeldOut:
+    """The senior's current weights on held-out prompts.
 
     The same draws every time (a rollout id of its own), so before and after are paired. `eval/handoff_retention` is tandem
     accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
@@ -137,7 +148,7 @@ def evaluate(
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
-    return {
+    metrics: dict[str, float | None] = {
         "eval/solo_accuracy": accuracy,
         "eval/tandem_accuracy": tandem_accuracy,
         "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
@@ -147,7 +158,17 @@ def evaluate(
         "eval/response_tokens_mean": tokens / len(tandem),
         "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
         "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
-    }, tandem
+    }
+    asked = len(prompts) * per_prompt
+    return HeldOut(metrics, tandem, _rewards(solo, asked), _rewards(tandem, asked) if both else None)
+
+
+def _rewards(scored: Sequence[ScoredSample], asked: int) -> list[float | None]:
+    """By the order in which they were asked for; None: dropped."""
+    rewards: list[float | None] = [None] * asked
+    for s in scored:
+        rewards[s.sample.key.sample_index] = s.reward
+    return rewards
 
 
 def _accuracy(scored: Sequence[ScoredSample]) -> float:
