@@ -199,7 +199,7 @@ def _read_by_junior(
         require_same_tokenizer(team.roster.student, junior)
     except TokenizerMismatchError as error:
         why = f"senior and junior have different tokenizers: {error}"
-        parts = [_Part(missing=[r for part in ("drift", "transfer") for r in undefined(part, why)])]  # type: ignore[arg-type]
+        parts = [_Part(missing=[r for part in ("drift", "transfer") for r in undefined(part, why)])]
         readings = [foreign_reading(s, tokens, junior.render, junior.encode) for s in solo]
     else:
         own = [own_reading(s, tokens) for s in drawn]
@@ -207,14 +207,11 @@ def _read_by_junior(
         parts = [_Part(drift_figures(*both, e.drift_samples, part="drift"))]
         readings = [own_reading(s, tokens) for s in solo]
         say("transfer: the junior goes on from the first half of the solo chains, and from nothing")
-        right = [_finished_right(team, tasks, sampling, solo, [cut(s) for s in solo]) for cut in (first_half, _nothing)]
-        parts.append(_Part(transfer_figures(*right, e.chains)))
+        half = _finished_right(team, tasks, sampling, solo, [first_half(s) for s in solo])
+        alone = _finished_right(team, tasks, sampling, solo, [() for _ in solo])
+        parts.append(_Part(transfer_figures(half, alone, e.chains)))
     say("legibility: the junior reads the solo chains")
     return [*parts, _Part(legibility_figures(readings, _scores(team, "junior", readings), e.chains))]
-
-
-def _nothing(sample: TandemSample) -> tuple[int, ...]:
-    return ()
 
 
 def _finished_right(

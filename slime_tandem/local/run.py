@@ -36,7 +36,14 @@ from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
-from slime_tandem.report.run_folder import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
+from slime_tandem.report.run_folder import (
+    EvalPhase,
+    RunWriter,
+    disk_errors,
+    read_rows,
+    require_same_settings,
+    transcript_of,
+)
 from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
@@ -407,12 +414,18 @@ def _save(trainer: Trainer, arm: Arm, step: int) -> None:
 
 
 def _evaluate(
-    writer: RunWriter, team: Team, tasks: TaskSet, held_out: list[Prompt], config: RunConfig, step: int, phase: str
+    writer: RunWriter,
+    team: Team,
+    tasks: TaskSet,
+    held_out: list[Prompt],
+    config: RunConfig,
+    step: int,
+    phase: EvalPhase,
 ) -> None:
     found = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
     # First, so that an evaluation whose row is there is whole.
     writer.write_outcomes(step, phase, [p.prompt_id for p in held_out], found.solo_rewards, found.tandem_rewards)
-    writer.write_eval(step, phase, found.metrics)  # type: ignore[arg-type]
+    writer.write_eval(step, phase, found.metrics)
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.tandem[:_EVAL_TRANSCRIPTS]])
 
 
