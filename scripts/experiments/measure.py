@@ -38,7 +38,9 @@ from slime_tandem.types import FloatArray, TandemSample
 def measured(run: Path) -> dict[str, Any]:
     """The measures of a finished run's senior."""
     trained = load_config(run)
-    start = Path(trained.models.senior)
+    # A control that was only evaluated started from another's end (two_notations.py); the main job beside it knows the start.
+    beside = run if trained.train.steps else run.with_name(run.name.replace("solo-grpo", "tandem-teacher"))
+    start = Path(load_config(beside).models.senior)
     config = RunConfig.from_mapping(
         {
             "name": run.name,
@@ -143,7 +145,7 @@ def main() -> None:
         if tuple(names[k] for k in keys) in done or not folders:
             continue
         line = measured(folders[0].parent)
-        own = [json.loads(x) for x in (folders[0].parent / "eval.jsonl").read_text(encoding="utf-8").splitlines()][-1]
+        own = json.loads((folders[0].parent / "eval.jsonl").read_text(encoding="utf-8").splitlines()[-1])
         solo = np.mean([c == "1" for c in line["right"]["solo"]])
         assert solo == own["eval/solo_accuracy"], f"{run}: {solo} against {own['eval/solo_accuracy']}"
         line |= {"solo_accuracy_after": own["eval/solo_accuracy"]}

@@ -96,14 +96,26 @@ def start_models(case: Case, cache: Path, *, tiny: bool) -> Path:
 
 
 def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[str, Any]:
-    """The line of one training; what is there already of it is not done again."""
+    """The line of one training; what is there already of it is not done again.
+
+    The control meets no junior in training, so that its weights do not depend on the dose: they are trained once a seed, and
+    with the other juniors evaluated alone (a run of no steps).
+    """
     models = start_models(case, folder / "models", tiny=tiny)
+    made = json.loads((models / "recipe.json").read_text(encoding="utf-8"))["models"]
     tree = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     roles = {"senior": "senior", "junior": "senior" if case.dose is None else "junior", "teacher": "teacher"}
     tree |= {"name": case.name, "seed": case.seed, "control": False, "runs_dir": str(folder / "runs")}
     tree["models"] = {role: str(models / name) for role, name in roles.items()}
     tree["train"] = {**tree["train"], "threads": 1} | ({} if steps is None else {"steps": steps})
     tree["eval"] = {**tree["eval"], "tandem": True} | ({"prompts": 8} if tiny else {})
+    trained = None
+    if case.arm == "solo GRPO":
+        others = (dataclasses.replace(case, dose=dose) for dose in (0.0, None, *DOSES) if dose != case.dose)
+        trained = next((c for c in others if _finished(folder / "runs" / c.name, tree["train"]["steps"])), None)
+    if trained is not None:
+        tree["models"]["senior"] = str(folder / "runs" / trained.name / "senior")
+        tree["train"]["steps"] = 0
     for section, values in ARMS[case.arm].items():
         # What another setting makes void may not be set.
         kept = {} if values.get("enabled") is False else tree.get(section, {})
@@ -116,20 +128,36 @@ def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[st
     if code:
         raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
     run = folder / "runs" / case.name
-    before, after = (json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines())
+    evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    if trained is not None:
+        # The start with this junior was evaluated by the main job, whose line comes before this one.
+        main = dataclasses.replace(case, arm="tandem + teacher").name
+        start = (folder / "runs" / main / "eval.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        evaluations.insert(0, json.loads(start) | {"eval/teacher_kl": None})
+    before, after = evaluations
     tasks = TaskSet([TASK], seed=0)
     texts = sample(
         load_model(run / "senior"), load_tokenizer(run / "senior"), tasks.heldout_prompts(8 if tiny else 256), 64
     )
     shares = [share for text in texts if not math.isnan(share := other_notation_share(text))]
-    made = json.loads((models / "recipe.json").read_text(encoding="utf-8"))["models"]
     return {
         **dataclasses.asdict(case),
-        "steps": after["step"],
+        "steps": _steps(run if trained is None else folder / "runs" / trained.name),
         "start_accuracy": {role: made[role]["accuracy"] for role in ("senior", "junior", "teacher")},
         "other_notation": round(fmean(shares), 4) if shares else None,
         **{f"{m}_{when}": row[f"eval/{m}"] for when, row in (("before", before), ("after", after)) for m in METRICS},
     }
+
+
+def _steps(run: Path) -> int:
+    """Steps that a run has done, by its last evaluation; 0 before one."""
+    path = run / "eval.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _finished(run: Path, steps: int) -> bool:
+    return steps > 0 and _steps(run) == steps
 
 
 def run(args: argparse.Namespace) -> None:
