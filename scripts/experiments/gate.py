@@ -5,8 +5,8 @@
 
 Unit tests say whether a part does what its author thought. This asks whether the whole still learns as it did: a wrong sign, a
 shifted mask, a lost weight moves a figure that no assertion is about. Bands are two-sided, so that what gets better by accident
-is found, too. Models are made on the spot and have learnt little; the reward is whether the last digit of an answer is 7, which
-they can learn in a few steps.
+is found, too. Models are made on the spot and have learnt little; the reward is whether an answer holds a 7, which they can
+learn in a few steps.
 
 A band holds the next run of an unchanged program with 99 %, all figures together: Student's prediction interval over the
 recorded seeds, Bonferroni over the figures. The checked seed is none of the recorded ones. A figure that hardly varies (the
@@ -74,11 +74,11 @@ def settings(models: Path, runs: Path, seed: int, **engine: Any) -> RunConfig:
             "runs_dir": str(runs),
             "seed": seed,
             "models": {role: str(models / role) for role in ("senior", "junior", "teacher")},
-            "tasks": [{"family": "jsonl", "path": str(prompts), "answer": "number", "answer_format": "regex:[0-9]"}],
+            "tasks": [{"family": "jsonl", "path": str(prompts), "answer": "number", "answer_format": "regex:7"}],
             "sampling": {"max_new_tokens": 12},
             "tandem": {"max_gap_tokens": 4},
-            "opd": {"coef": 0.2},
-            "objective": {"kl_coef": 0.2, "lambda_jun": 0.05},
+            "opd": {"coef": 0.1},
+            "objective": {"kl_coef": 0.1, "lambda_jun": 0.05},
             "optimizer": {"lr": 3e-3},
             "train": {
                 "steps": STEPS[-1] + 1,

@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     for case in cases(args.question, args.seeds):
-        if (case.arm, case.seed) in read(out, case.question):
+        if (args.arms and case.arm not in args.arms) or (case.arm, case.seed) in read(out, case.question):
             continue
         line = train(case, work, args.size)
         with (out / f"question_{case.question}.jsonl").open("a", encoding="utf-8") as file:
@@ -396,6 +396,7 @@ def main() -> None:
     doing.add_argument("--out", required=True, help="folder of the lines")
     doing.add_argument("--work", default="runs/questions", help="models, runs and logs (default: %(default)s)")
     doing.add_argument("--size", choices=("toy", "ci"), default="toy")
+    doing.add_argument("--arms", nargs="*", help="these alone (default: all of the question)")
     listing = commands.add_parser("list")
     for one in (doing, listing):
         one.add_argument("--question", nargs="*", choices=list(QUESTIONS), default=list(QUESTIONS))
