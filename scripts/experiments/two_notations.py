@@ -22,14 +22,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import yaml
+from questions import student
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain, sample
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.models.worksheet import other_notation_share
+from slime_tandem.report.statistics import holm
 from slime_tandem.tasks.families import TaskSet
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +171,8 @@ def run(args: argparse.Namespace) -> None:
         if out.exists()
         else set()
     )
-    todo = [case for case in cases(args.seeds, args.dose_seeds) if case not in done]
+    wanted = (case for case in cases(args.seeds, args.dose_seeds) if not args.arms or case.arm in args.arms)
+    todo = [case for case in wanted if case not in done]
     with ThreadPoolExecutor(args.jobs) as pool, out.open("a", encoding="utf-8") as file:
         futures = [pool.submit(train, case, folder, tiny=args.tiny, steps=args.steps) for case in todo]
         for case, future in zip(todo, futures, strict=True):
@@ -180,10 +183,8 @@ def run(args: argparse.Namespace) -> None:
 
 def interval(values: Sequence[float]) -> str:
     """Mean with Student's 95 % interval over seeds."""
-    from scipy.stats import t
-
-    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{fmean(values):+.3f} ({fmean(values) - half:+.3f}, {fmean(values) + half:+.3f})"
+    mean, low, high, _ = student(values)
+    return f"{mean:+.3f} ({low:+.3f}, {high:+.3f})"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -208,17 +209,43 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             both = [(found.get(Case(s, one)), found.get(Case(s, other))) for s in seeds]
             cells.append(interval([a[key] - b[key] for a, b in both if a and b]))
         lines.append(f"| {one} less {other} | {' | '.join(cells)} |")
-    lines += ["", "| the junior's share of the second notation | seeds | tandem accuracy: main job | control | difference |",
-              "|---|---|---|---|---|"]  # fmt: skip
+    return "\n".join([*lines, "", *dose_table(found)])
+
+
+def dose_table(found: dict[Case, dict[str, Any]]) -> list[str]:
+    """Main job less control in tandem accuracy by the junior's share, p-values corrected together, and the trend."""
     few = sorted({c.seed for c in found if c.dose != 0})
+    by_dose: dict[float | None, dict[int, tuple[float, float]]] = {}
     for dose in (0.0, *DOSES, None):
-        both = [(found.get(Case(s, "tandem + teacher", dose)), found.get(Case(s, "solo GRPO", dose))) for s in few]
-        values = [(a["tandem_accuracy_after"], b["tandem_accuracy_after"]) for a, b in both if a and b]
+        pairs = {s: (found.get(Case(s, "tandem + teacher", dose)), found.get(Case(s, "solo GRPO", dose))) for s in few}
+        values = {s: (a["tandem_accuracy_after"], b["tandem_accuracy_after"]) for s, (a, b) in pairs.items() if a and b}
         if values:
-            told = [", ".join(f"{v[i]:.3f}" for v in values) for i in (0, 1)]
-            name = "the start senior itself" if dose is None else f"{dose:.0%}"
-            lines.append(f"| {name} | {len(values)} | {told[0]} | {told[1]} | {interval([a - b for a, b in values])} |")
-    return "\n".join(lines)
+            by_dose[dose] = values
+    if len(by_dose) < 2:
+        return []
+    lines = [
+        "| junior's share of the second notation | tandem accuracy after: main job | control | difference | p | p by Holm |",
+        "|---|---|---|---|---|---|",
+    ]
+    tested = [student([a - b for a, b in values.values()]) for values in by_dose.values()]
+    corrected = holm([p for *_, p in tested]) if all(p == p for *_, p in tested) else [math.nan] * len(tested)
+    for (dose, values), (*_, p), by_holm in zip(by_dose.items(), tested, corrected, strict=True):
+        told = [", ".join(f"{v[i]:.3f}" for v in values.values()) for i in (0, 1)]
+        name = "the start senior itself" if dose is None else f"{dose:.0%}"
+        difference = interval([a - b for a, b in values.values()])
+        lines.append(f"| {name} | {told[0]} | {told[1]} | {difference} | {p:.3f} | {by_holm:.3f} |")
+    blocks = [
+        [by_dose[dose][s][0] - by_dose[dose][s][1] for dose in (0.0, *DOSES)]
+        for s in few
+        if all(s in by_dose.get(dose, {}) for dose in (0.0, *DOSES))
+    ]
+    if len(blocks) > 1:
+        from scipy.stats import page_trend_test
+
+        # Ranks must rise with the last column for a large statistic: the difference is expected to fall with the dose.
+        test = page_trend_test(blocks, predicted_ranks=[5, 4, 3, 2, 1], method="exact")
+        lines += ["", f"Page's trend test, {len(blocks)} seeds: L = {test.statistic:.0f}, p = {test.pvalue:.4f}."]
+    return lines
 
 
 def main() -> None:
@@ -229,6 +256,7 @@ def main() -> None:
     doing.add_argument("--work", default="runs/two-notations", help="models, runs and logs (default: %(default)s)")
     doing.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     doing.add_argument("--dose-seeds", type=int, nargs="*", default=[1, 2, 3])
+    doing.add_argument("--arms", nargs="*", choices=list(ARMS), help="these alone (default: all)")
     doing.add_argument("--jobs", type=int, default=2)
     doing.add_argument("--steps", type=int, help="other than the configuration's")
     doing.add_argument("--tiny", action="store_true")
