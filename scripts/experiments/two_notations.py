@@ -171,8 +171,12 @@ def run(args: argparse.Namespace) -> None:
         if out.exists()
         else set()
     )
-    wanted = (case for case in cases(args.seeds, args.dose_seeds) if not args.arms or case.arm in args.arms)
-    todo = [case for case in wanted if case not in done]
+    doses = [None if d == "self" else float(d) for d in args.doses or ()]
+    todo = [
+        case
+        for case in cases(args.seeds, args.dose_seeds)
+        if case not in done and (not args.arms or case.arm in args.arms) and (not doses or case.dose in doses)
+    ]
     with ThreadPoolExecutor(args.jobs) as pool, out.open("a", encoding="utf-8") as file:
         futures = [pool.submit(train, case, folder, tiny=args.tiny, steps=args.steps) for case in todo]
         for case, future in zip(todo, futures, strict=True):
@@ -257,6 +261,7 @@ def main() -> None:
     doing.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     doing.add_argument("--dose-seeds", type=int, nargs="*", default=[1, 2, 3])
     doing.add_argument("--arms", nargs="*", choices=list(ARMS), help="these alone (default: all)")
+    doing.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
     doing.add_argument("--jobs", type=int, default=2)
     doing.add_argument("--steps", type=int, help="other than the configuration's")
     doing.add_argument("--tiny", action="store_true")
