@@ -136,13 +136,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     parser.add_argument("--few", type=int, nargs="*", default=[1, 2, 3], help="seeds of all but the main comparison")
+    parser.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
     args = parser.parse_args()
+    doses = [None if d == "self" else float(d) for d in args.doses or ()]
     keys = ("question", "seed", "arm", "dose")
     lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
     done = {tuple(row[k] for k in keys) for row in map(json.loads, lines)}
     for names, run in cases(args.seeds, args.few):
         folders = [f for work in args.runs if (f := work / "runs" / run / "summary.json").exists()]
-        if tuple(names[k] for k in keys) in done or not folders:
+        if tuple(names[k] for k in keys) in done or not folders or (doses and names["dose"] not in doses):
             continue
         line = measured(folders[0].parent)
         own = json.loads((folders[0].parent / "eval.jsonl").read_text(encoding="utf-8").splitlines()[-1])

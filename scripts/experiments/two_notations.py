@@ -124,12 +124,13 @@ def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[st
         tree[section] = {**kept, **values}
     config = folder / f"{case.name}.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
-    with (folder / f"{case.name}.log").open("w") as log:
-        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    if code:
-        raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
     run = folder / "runs" / case.name
+    if _steps(run) != tree["train"]["steps"]:
+        command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
+        with (folder / f"{case.name}.log").open("w") as log:
+            code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+        if code:
+            raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
     evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     if trained is not None:
         # The start with this junior was evaluated by the main job, whose line comes before this one.
@@ -151,11 +152,11 @@ def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[st
     }
 
 
-def _steps(run: Path) -> int:
-    """Steps that a run has done, by its last evaluation; 0 before one."""
+def _steps(run: Path) -> int | None:
+    """Steps that a run had done at its last evaluation; None before one."""
     path = run / "eval.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
+    return int(json.loads(lines[-1])["step"]) if lines else None
 
 
 def _finished(run: Path, steps: int) -> bool:

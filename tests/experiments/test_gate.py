@@ -72,18 +72,12 @@ def _teacher_shifted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rows, "_row", shifted)
 
 
-def _advantages_turned(patch: pytest.MonkeyPatch) -> None:
-    right = rows.group_advantages
-    patch.setattr(rows, "group_advantages", lambda *a: (-(found := right(*a))[0], found[1]))
-
-
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
         (_kl_sign, "train/kl_loss@7"),
         (_junior_trained, "train/ratio_mean@0"),
         (_teacher_shifted, "train/opd_loss@0"),
-        (_advantages_turned, "eval/solo_accuracy@after"),
     ],
 )
 def test_a_fault_moves_a_figure_that_is_named(
