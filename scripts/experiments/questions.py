@@ -28,7 +28,6 @@ import numpy as np
 import yaml
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain
-from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import Estimate, holm, of_runs
 from slime_tandem.types import FloatArray
 
@@ -194,21 +193,22 @@ def train(case: Case, work: Path, size: str) -> dict[str, Any]:
 
 def line_of(case: Case, run: Path) -> dict[str, Any]:
     """What is kept of a run: its figures before and after, each prompt's outcome, means of step metrics."""
-    rows = {name: _rows(run / f"{name}.jsonl") for name in ("eval", "outcomes", "metrics")}
+    rows = {name: _rows(run / f"{name}.jsonl") for name in ("eval", "metrics")}
     before, after = rows["eval"]
     line: dict[str, Any] = {**dataclasses.asdict(case), "steps": after["step"]}
     for metric in ("solo_accuracy", "tandem_accuracy", "teacher_kl", "coverage"):
         line |= {f"{metric}_{when}": row[f"eval/{metric}"] for when, row in (("before", before), ("after", after))}
-    line["right"] = {
-        who: None
-        if (r := rows["outcomes"][-1][who]) is None
-        else "".join("01"[x is not None and x >= RIGHT_REWARD] for x in r)
-        for who in ("solo", "tandem")
-    }
+    shares = {who: after["right"].get(f"eval/{who}_accuracy") for who in ("solo", "tandem")}
+    line["right"] = {who: None if values is None else bits(values) for who, values in shares.items()}
     for metric in KEPT:
         values = [row[metric] for row in rows["metrics"] if row[metric] is not None]
         line[metric] = round(fmean(values), 5) if values else None
     return line
+
+
+def bits(shares: Sequence[float | None]) -> str:
+    """One digit a prompt: 1 where its answer was right."""
+    return "".join("01"[share == 1.0] for share in shares)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -79,6 +79,11 @@ class ObjectiveConfig(Section):
         description="with kl_target, when an update's KL exceeds twice the target: double kl_coef at once, also skip the "
         "rollout's remaining updates, or stop the run",
     )
+    entropy_coef: float = Field(
+        0.0,
+        ge=0.0,
+        description="weight of an entropy bonus: the entropy of the senior's full distribution where it learns, taken off the loss",
+    )
     lambda_jun: float = Field(
         0.0,
         ge=0.0,

@@ -77,6 +77,7 @@ def _policy(config: RunConfig, roster: Roster) -> MegatronPolicy:
         config.optimizer,
         trust_remote_code=config.models.trust_remote_code,
         threads=config.train.threads,
+        checkpointed=config.train.gradient_checkpointing,
     )
 
 

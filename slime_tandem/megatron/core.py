@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dist_save
+from torch.utils.checkpoint import checkpoint
 
 from slime_tandem.errors import ConfigError
 
@@ -62,8 +63,10 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import RowParallelLinear, model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
+    "CheckpointedLayer",
     "GPTModel",
     "GroupedRowParallelLinear",
     "InverseFrequencyRope",
@@ -209,6 +212,20 @@ class GroupedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         output = super()._forward_impl(input, weight, **{**options, "tp_group": self.tp_group})
         assert isinstance(output, torch.Tensor)
         return output
+
+
+class CheckpointedLayer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's layer, which keeps its input alone for the backward pass and computes the rest again (gradient checkpointing).
+
+    Megatron's own recomputation goes through its CUDA random-number tracker (tensor_parallel/random.py:422). Nothing draws here,
+    so no state of a generator has to be kept; parameters and names are the layer's own.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; without gradients it is the parent's."""
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class SynchronousTorchDistSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -65,10 +65,12 @@ class MegatronPolicy:
         *,
         trust_remote_code: bool = False,
         threads: int | None = None,
+        checkpointed: bool = False,
     ) -> MegatronPolicy:
         """Load a local Hugging Face folder; `optimizer=None` gives a frozen reference policy.
 
-        `threads` sets torch's threads for the whole process. Raises ModelError for a folder without a supported config or
+        `threads` sets torch's threads for the whole process; `checkpointed`: gradient checkpointing, equal gradients in less
+        memory and more time. Raises ModelError for a folder without a supported config or
         without whole weights.
         """
         source = Path(folder)
@@ -78,7 +80,7 @@ class MegatronPolicy:
         if threads is not None:
             torch.set_num_threads(threads)
         ensure_initialized(seed=0)
-        model = build_model(hf_config)
+        model = build_model(hf_config, checkpointed=checkpointed)
         load_weights(model, weights, hf_config)
         return cls(model.to(device()), hf_config, source, optimizer)
 

@@ -21,6 +21,7 @@ from torch import nn
 from slime_tandem.errors import ModelError
 from slime_tandem.megatron.architecture import Architecture, architecture_of, hf_shapes, require
 from slime_tandem.megatron.core import (
+    CheckpointedLayer,
     GPTModel,
     GroupedRowParallelLinear,
     InverseFrequencyRope,
@@ -90,14 +91,17 @@ def inverse_frequencies(hf_config: Any) -> torch.Tensor:
     return 1.0 / (float(rope["rope_theta"]) ** exponents)
 
 
-def build_model(hf_config: Any) -> GPTModel:
+def build_model(hf_config: Any, *, checkpointed: bool = False) -> GPTModel:
     """A float32 Megatron GPTModel on the CPU with uninitialised weights: load them with `load_weights`.
 
+    `checkpointed`: its layers compute their activations again in the backward pass instead of keeping them.
     `megatron.core.ensure_initialized` must have been called. Raises ModelError as `architecture_of` does.
     """
     arch = architecture_of(hf_config)
     spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp
+    if checkpointed:
+        spec.module = CheckpointedLayer
     attention.core_attention = SdpaCoreAttention
     attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
     # Left out, it is taken from the config with a deprecation warning (transformer/mlp.py:95).

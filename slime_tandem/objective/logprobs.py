@@ -32,6 +32,7 @@ class _Task(NamedTuple):
     replay: Replay
     group: Group
     in_place: bool
+    entropy_grad: bool = False
 
 
 def token_log_probs(
@@ -42,12 +43,14 @@ def token_log_probs(
     replay: Replay | None = None,
     group: Group = None,
     in_place: bool = False,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs [T], entropies [T]) in nats of logits [T, V] at the sampled tokens [T]; float32 (float64 of float64).
 
     The log-probs are those of softmax(logits / temperature), what the engines report for output tokens; with `replay` those of
     the truncated and renormalised distribution, in which the sampled token always counts as kept: rounding may have put it just
-    outside. The entropy is that of the full distribution and a metric: it carries no gradient.
+    outside. The entropy is that of the full distribution; it carries a gradient with `entropy_grad` alone, which the kernels do not
+    know.
 
     `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks; `tokens` are ids of the whole
     vocabulary, and every rank gets
@@ -63,7 +66,7 @@ def token_log_probs(
     >>> token_log_probs(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([0]), replay=Replay(Truncation(top_k=2)))[0].exp()
     tensor([0.5000])
     """
-    task = _Task(temperature, replay or _NO_REPLAY, group, in_place)
+    task = _Task(temperature, replay or _NO_REPLAY, group, in_place, entropy_grad)
     _check(logits, tokens, task, ids=_kernels(logits, task) is None)
     log_probs, entropies = _TokenLogProbs.apply(logits, tokens, task)  # type: ignore[no-untyped-call]
     return log_probs, entropies
@@ -117,12 +120,13 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(tokens, *state)
         # Not among the saved tensors, whose version is checked: writing over them is what `in_place` means.
         ctx.logits = logits.detach()
-        ctx.mark_non_differentiable(entropies)
+        if not task.entropy_grad:
+            ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grads: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *state = ctx.saved_tensors
         task, logits = ctx.task, ctx.logits
         assert logits is not None, "in_place: the first backward has written over the logits"
@@ -131,8 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
             rows = ctx.kernels.RowState(*state)
             ctx.kernels.backward(logits, tokens, task.temperature, rows, grads, out)
         else:
-            normalisers, limits = state
-            _backward(logits, tokens, task, normalisers, limits, grads, out)
+            _backward(logits, tokens, task, _Rows(*state), grads, of_entropies, out)
         if task.in_place:
             ctx.logits = None
         return out, None, None
@@ -141,7 +144,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def _kernels(logits: Tensor, task: _Task) -> Any:
     """The Triton kernels if they can do this task, else None."""
     fits = logits.is_cuda and logits.dtype != torch.float64 and logits.stride(-1) == 1
-    if not fits or task.group is not None or task.replay.kept is not None:
+    if not fits or task.group is not None or task.replay.kept is not None or task.entropy_grad:
         return None
     return _triton_module()
 
@@ -155,12 +158,22 @@ def _triton_module() -> Any:
     return logprobs_triton
 
 
-def _forward(logits: Tensor, tokens: Tensor, task: _Task) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """(log-probs, entropies, (log-normalisers of the kept set, thresholds)), all [T]."""
+class _Rows(NamedTuple):
+    """What a backward needs of each row, all [T]: log-normalisers of the kept set, thresholds; and where entropies have a
+    gradient (else empty), log-normalisers of the full distribution, and the entropies."""
+
+    normalisers: Tensor
+    limits: Tensor
+    full: Tensor
+    entropies: Tensor
+
+
+def _forward(logits: Tensor, tokens: Tensor, task: _Task) -> tuple[Tensor, Tensor, _Rows]:
+    """(log-probs [T], entropies [T], what the backward needs)."""
     T, V = logits.shape
     ranks, first = _shard(V, task.group)
     dtype = wide_type(logits.dtype)
-    log_probs, entropies, normalisers = (logits.new_empty(T, dtype=dtype) for _ in range(3))
+    log_probs, entropies, normalisers, full = (logits.new_empty(T, dtype=dtype) for _ in range(4))
     limits = logits.new_full((T,), -torch.inf)
     for rows in _chunks(T, V * ranks):
         part = logits[rows].detach()
@@ -181,22 +194,36 @@ def _forward(logits: Tensor, tokens: Tensor, task: _Task) -> tuple[Tensor, Tenso
         normalisers[rows] = peak + kept_mass.log() + (mass - mass)
         log_probs[rows] = chosen - normalisers[rows]
         entropies[rows] = mass.log() - dot / mass
-    return log_probs, entropies, (normalisers, limits)
+        full[rows] = peak + mass.log()
+    nothing = full[:0]
+    kept_back = (full, entropies.clone()) if task.entropy_grad else (nothing, nothing)
+    return log_probs, entropies, _Rows(normalisers, limits, *kept_back)
 
 
 def _backward(
-    logits: Tensor, tokens: Tensor, task: _Task, normalisers: Tensor, limits: Tensor, grads: Tensor, out: Tensor
+    logits: Tensor, tokens: Tensor, task: _Task, state: _Rows, grads: Tensor, of_entropies: Tensor, out: Tensor
 ) -> None:
-    """`out` = grads * (one-hot - kept probabilities) / temperature; 0 outside the kept set and in rows without gradient."""
+    """`out` = grads * (one-hot - kept probabilities) / temperature; 0 outside the kept set and in rows without gradient.
+
+    With `task.entropy_grad` also of_entropies * d entropy: -p (log p + entropy) / temperature, p of the full distribution.
+    """
     T, V = logits.shape
     ranks, first = _shard(V, task.group)
     for rows in _chunks(T, V * ranks):
         part = logits[rows]
         mine = _mine(tokens[rows], first, V)
-        kept = _kept(part, limits[rows], mine, task.replay.kept, rows, first) & (grads[rows] != 0)[:, None]
-        p = (part.to(normalisers.dtype) / task.temperature - normalisers[rows, None]).exp_()
+        kept = _kept(part, state.limits[rows], mine, task.replay.kept, rows, first) & (grads[rows] != 0)[:, None]
+        x = part.to(state.normalisers.dtype) / task.temperature
+        p = (x - state.normalisers[rows, None]).exp_()
         slope = (mine.to(p.dtype) - p) * (grads[rows] / task.temperature)[:, None]
-        out[rows] = torch.where(kept, slope, 0.0).to(out.dtype)
+        slope = torch.where(kept, slope, 0.0)
+        if task.entropy_grad:
+            log_p = x - state.full[rows, None]
+            bonus = log_p.exp() * (log_p + state.entropies[rows, None])
+            bonus = bonus * (-of_entropies[rows] / task.temperature)[:, None]
+            # A token of probability 0 has no slope, and a row without gradient may hold anything.
+            slope += torch.where((of_entropies[rows] != 0)[:, None] & (log_p != -torch.inf), bonus, 0.0)
+        out[rows] = slope.to(out.dtype)
 
 
 def _kept(part: Tensor, limits: Tensor, mine: Tensor, kept: KeptIds | None, rows: slice, first: int) -> Tensor:

@@ -1,12 +1,13 @@
 """The loss as one pure function over packed tokens. Pure torch.
 
-Four terms, each with its own weights, values and denominator, so that no term's size depends on another's mask:
+Five terms, each with its own weights, values and denominator, so that no term's size depends on another's mask:
   pg      surrogate of the task-reward advantage, weight 1 on senior tokens and `junior_token_loss_weight` on junior tokens:
           clipped (PPO, arXiv 1707.06347; asymmetric clip of DAPO, arXiv 2503.14476; dual clip, arXiv 1912.09729) or CISPO
           (arXiv 2506.13585), with the ratio of the token or of the whole response (GSPO, arXiv 2507.18071)
   opd     the clipped surrogate of the distillation advantage -(log pi_student - log pi_teacher), detached, with the token's
           ratio; or a divergence over candidate tokens (objective/divergence.py); on senior-written, aligned tokens
   kl      KL to the start weights, weighted and reduced like pg
+  entropy a bonus: the entropy of the policy's distribution, taken off the loss, weighted and reduced like pg
   junior  KL from the junior to the senior on the tokens that the junior wrote (lambda_jun)
 The denominators are sums over the whole mini-batch and are passed in: micro-batches add up exactly. Formulas, choices and
 sources: docs/objective.md. It knows no model, no optimizer and no text: numbers per token in, one number out.
@@ -28,7 +29,7 @@ from slime_tandem.objective.divergence import candidate_divergence
 from slime_tandem.objective.kl import kl_estimate
 
 LOSS_METRICS = (
-    "loss", "pg_loss", "opd_loss", "kl_loss", "junior_kl_loss", "entropy", "ratio_mean", "clip_fraction", "logprob_diff",
+    "loss", "pg_loss", "opd_loss", "kl_loss", "entropy_bonus", "junior_kl_loss", "entropy", "ratio_mean", "clip_fraction", "logprob_diff",
     "kl", "junior_kl", "rollout_weight_mean", "rollout_weight_cut",
 )  # fmt: skip
 _LEAST = 1e-8
@@ -266,6 +267,11 @@ def kl_term(
     return Term(reduced, token_kl(log_probs, batch, objective), reduced_n)
 
 
+def entropy_term(entropy: Tensor, batch: PackedTokens, reduced: Tensor, reduced_n: float) -> Term:
+    """The entropy of the policy where it learns, reduced as pg is; what it adds is taken off the loss."""
+    return Term(reduced, torch.where(batch.weights > 0, entropy, 0.0), reduced_n)
+
+
 def junior_term(log_probs: Tensor, batch: PackedTokens, denominators: Denominators) -> Term | None:
     """KL(junior || senior) on tokens that the junior wrote; None where nothing pulls towards it."""
     if batch.junior_weights is None:
@@ -295,7 +301,8 @@ def tandem_loss(
 
     `log_probs`, `entropy` [T]: the current policy at the sampled tokens, nats. The gradient flows through `log_probs`
     and `candidate_log_probs` and `candidate_log_rest` (the current policy's of the candidates [T, K] and of all other
-    tokens [T], where `opd.signal` compares distributions) only, and is exactly zero on tokens whose weights are zero.
+    tokens [T], where `opd.signal` compares distributions) only, and through `entropy` with `objective.entropy_coef`; it is
+    exactly zero on tokens whose weights are zero.
     `kl_coef`: the coefficient where it adapts, None for `objective.kl_coef`. `sums(values [T], sequences [T])` gives the sums
     per response; where tokens of a response lie on several ranks it must add up over these (no gradient passes through it).
     Metric keys are `LOSS_METRICS`; all but the losses are means over the pg weights (`opd_loss` over the OPD weights,
@@ -314,9 +321,12 @@ def tandem_loss(
     kl_loss = nothing
     if objective.kl_in == "loss":
         kl_loss = kl.total(objective.kl_coef if kl_coef is None else kl_coef)
+    bonus = nothing
+    if objective.entropy_coef > 0:
+        bonus = entropy_term(entropy, batch, reduced, reduced_n).total(objective.entropy_coef)
     junior_kl = nothing if junior is None else junior.total()
     junior_kl_loss = objective.lambda_jun * junior_kl
-    loss = pg_loss + opd_loss + kl_loss + junior_kl_loss
+    loss = pg_loss + opd_loss + kl_loss - bonus + junior_kl_loss
 
     with torch.no_grad():
         measured = {
@@ -324,6 +334,7 @@ def tandem_loss(
             "pg_loss": pg_loss,
             "opd_loss": opd_loss,
             "kl_loss": kl_loss,
+            "entropy_bonus": bonus,
             "junior_kl_loss": junior_kl_loss,
             "junior_kl": junior_kl,
             **_token_means(log_probs, entropy, kl.values, batch, ratios, objective, denominators.pg),

@@ -89,6 +89,13 @@ _TABLE = (
         "down",
         "control tokens typed by users, tools or environments (models.text_markers says what becomes of them)",
     ),
+    _step(
+        "rollout/skipped_rows",
+        "rows",
+        "sum over the step",
+        "down",
+        "bad rows of prompt files that the step's draw left out (tasks[].bad_lines=skip)",
+    ),
     _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the senior wrote"),
     _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the junior wrote"),
     _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),
@@ -266,7 +273,7 @@ _TABLE = (
     _step("group/zero_variance_fraction", "fraction", "group mean", "down", "groups whose rewards are all equal"),
     _step("group/zero_variance_groups", "groups", "sum over the step", "down", "these groups; they teach nothing"),
     _step("group/clipped_advantages", "fraction", "sample mean", "none", "advantages that clip_advantages changed"),
-    _step("train/loss", "1", "update mean", "none", "the whole loss: the four terms below"),
+    _step("train/loss", "1", "update mean", "none", "the whole loss: the five terms below"),
     _step("train/pg_loss", "1", "token mean", "none", "clipped surrogate of the task reward, with its weight"),
     _step(
         "train/opd_loss",
@@ -276,6 +283,9 @@ _TABLE = (
         "the distillation signal (clipped surrogate, or divergence), with its weight",
     ),
     _step("train/kl_loss", "nats", "token mean", "none", "KL to the frozen start weights, with its weight"),
+    _step(
+        "train/entropy_bonus", "nats", "token mean", "none", "entropy with its weight, entropy_coef, taken off the loss"
+    ),
     _step(
         "train/junior_kl_loss", "nats", "token mean", "none", "KL from the junior on its own tokens, with lambda_jun"
     ),

@@ -1,6 +1,6 @@
 """Writes a run's folder: metrics, evaluations, transcripts, TensorBoard events and the resolved config.
 
-A run folder: config.yaml, metrics.jsonl, eval.jsonl, outcomes.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
+A run folder: config.yaml, metrics.jsonl, eval.jsonl, transcripts.jsonl, tb/ (and, from others, checkpoints/,
 summary.json, report.html, control/). Each JSON line is on the disk (fsync) before `write_*` returns, so a killed run
 loses at most the line it was writing; a resumed run first drops what it is going to write again. What a run does is not known
 here.
@@ -32,6 +32,9 @@ from slime_tandem.report.metrics import Row, check_row
 from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
+
+RIGHT = "right"
+"""What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
 
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
 _FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_every", "train.threads", "eval.every")
@@ -91,24 +94,29 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    row = parse_json(line, surrogates=True)
-                    if not isinstance(row, dict):
-                        raise ValueError("no object")
-                    if type(row.get("step")) is not int or row["step"] < 0:
-                        raise ValueError(f"step {row.get('step')!r:.60}")
-                    if not isinstance(row.get("phase", ""), str):
-                        raise ValueError(f"phase {row['phase']!r:.60}")
-                except ValueError as error:
-                    raise RunDirError(
-                        f"{path}:{number}",
-                        line[:80].decode("utf-8", "replace"),
-                        f"one JSON object with a `step` ({error})",
-                        "restore the file, or delete this line",
-                    ) from None
-                yield row
+                yield read_row(path, number, line)
     except FileNotFoundError:
         return
+
+
+def read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row of one line; raises RunDirError, naming file and line, for one that this module did not write."""
+    try:
+        row = parse_json(line, surrogates=True)
+        if not isinstance(row, dict):
+            raise ValueError("no object")
+        if type(row.get("step")) is not int or row["step"] < 0:
+            raise ValueError(f"step {row.get('step')!r:.60}")
+        if not isinstance(row.get("phase", ""), str):
+            raise ValueError(f"phase {row['phase']!r:.60}")
+    except ValueError as error:
+        raise RunDirError(
+            f"{path}:{number}",
+            line[:80].decode("utf-8", "replace"),
+            f"one JSON object with a `step` ({error})",
+            "restore the file, or delete this line",
+        ) from None
+    return row
 
 
 @contextmanager
@@ -151,12 +159,13 @@ class RunWriter:
     def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
         self.run_dir = run_dir
         self._resumed = resume_step is not None
-        names = ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl", "outcomes.jsonl")
-        self._metrics, self._evals, self._transcripts, self._rewards, self._outcomes = (run_dir / n for n in names)
+        self._metrics, self._evals, self._transcripts, self._rewards = (
+            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
+        )
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts, self._rewards, self._outcomes):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
@@ -165,8 +174,7 @@ class RunWriter:
             self._require_past(resume_step)
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
-            for path in (self._evals, self._outcomes):
-                _keep_rows(path, lambda row: row["step"] <= resume_step)
+            _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
@@ -206,33 +214,21 @@ class RunWriter:
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         self._events.histograms(step, histograms)
 
-    def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
-        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
+    def write_eval(
+        self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
+    ) -> None:
+        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
+
+        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals.
+        """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(self._evals, [{"step": step, "phase": phase, **row}])
+        self._append(
+            self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
+        )
         self._seen.add((step, phase))
         self._events.scalars(step, row)
-
-    def write_outcomes(
-        self,
-        step: int,
-        phase: EvalPhase,
-        prompt_ids: Sequence[str],
-        solo: Sequence[float | None],
-        tandem: Sequence[float | None] | None,
-    ) -> None:
-        """Append what each response of an evaluation was worth; the same (step, phase) again replaces the old row.
-
-        `prompt_ids` [N]; `solo` and `tandem` [N * samples]: rewards, as many in a row for each prompt, None for a response that
-        could not be written; `tandem` None without a junior. With them two runs can be compared prompt by prompt.
-        """
-        assert len(solo) % len(prompt_ids) == 0, "as many responses for each prompt"
-        assert tandem is None or len(tandem) == len(solo), "as many together as alone"
-        _keep_rows(self._outcomes, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        row = {"prompt_ids": list(prompt_ids), "solo": list(solo), "tandem": None if tandem is None else list(tandem)}
-        self._append(self._outcomes, [{"step": step, "phase": phase, **row}])
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
         """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.

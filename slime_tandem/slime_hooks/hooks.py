@@ -25,10 +25,11 @@ from slime_tandem.errors import DataError, EngineError
 from slime_tandem.objective.advantages import clip_advantages, group_advantages, reward_histograms
 from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
-from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss
+from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss, token_kl
 from slime_tandem.objective.truncation import Group, Replay, Truncation
-from slime_tandem.slime_hooks import adaptive, runtime, wire
+from slime_tandem.slime_hooks import adaptive, passes, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+from slime_tandem.slime_hooks.kl_tail import KlTail
 from slime_tandem.slime_hooks.refused import OUR_REWARD
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE, Parked
@@ -38,7 +39,7 @@ from slime_tandem.team.own_code import check_extensions
 from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import response_metrics, teacher_metrics
 from slime_tandem.training.rows import build_rows
-from slime_tandem.types import Prompt, ScoredSample
+from slime_tandem.types import FloatArray, Prompt, ScoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +302,10 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """
     channels = wire.carried(rollout_data)
     logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
-    if (config := settings(args)).objective.rollout_weights == "masked":
+    config = settings(args)
+    if (before := STATE.trainer.parked) is not None and before.channels is not None:
+        passes.check_taken(before.steps, len(before.weighted), config.train.epochs_per_step)
+    if config.objective.rollout_weights == "masked":
         channels = _bounded(channels, rollout_data["log_probs"], config)
     STATE.trainer.parked = Parked(rollout_data, channels)
     rewards = rollout_data["rewards"]
@@ -348,6 +352,8 @@ def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
     """`--rollout-data-postprocess-path`: scale the weights of each optimizer step by its totals over all ranks."""
     args.rollout_data_postprocess_called = True  # for slime's contract tests alone, which ask whether the hook ran
     parked = STATE.trainer.parked
+    if rollout_data:  # slime's contract tests give none; else on every pipeline stage, all take the same steps
+        passes.repeat(rollout_data, settings(args).train.epochs_per_step)
     if parked is None or parked.rollout_data is not rollout_data or parked.channels is None:
         STATE.trainer.parked = Parked(
             rollout_data
@@ -399,8 +405,37 @@ def before_train_step(
     if parked.channels is None:
         return
     data[wire.CARRIER] = parked.channels
+    parked.steps += 1
     if config.objective.kl_target is not None:
         _start_adaptive_step(args, rollout_id, step_id, config, parked)
+    if config.objective.kl_coef > 0:
+        if STATE.trainer.tail is None:
+            STATE.trainer.tail = KlTail(_on_first_rank, partial(_report_tail, args))
+        counts = data["num_microbatches"]
+        step = rollout_id * len(counts) * config.train.epochs_per_step + step_id
+        STATE.trainer.tail.start_step(step, counts[step_id % len(counts)])
+
+
+def _on_first_rank(values: FloatArray) -> list[FloatArray] | None:
+    """Those of all ranks that have tokens of their own, on the rank that slime logs from; None on the others."""
+    from megatron.core import mpu
+
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return None  # it has the same tokens as rank 0
+    group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    mine = torch.distributed.get_rank() == ranks[0]
+    found: list[Any] | None = [None] * len(ranks) if mine else None
+    torch.distributed.gather_object(values.astype(np.float32), found, dst=ranks[0], group=group)
+    return found
+
+
+def _report_tail(args: Any, step: int, value: float) -> None:
+    logger.info(f"slime_tandem step {step}: train/kl_p95 {value:.6g}")
+    if hasattr(args, "use_wandb"):
+        from slime.observability import logging_utils
+
+        logging_utils.log(args, {"train/kl_p95": value, "train/step": step}, step_key="train/step")
 
 
 def _start_adaptive_step(args: Any, rollout_id: int, step_id: int, config: RunConfig, parked: Parked) -> None:
@@ -414,10 +449,10 @@ def _start_adaptive_step(args: Any, rollout_id: int, step_id: int, config: RunCo
         coef = STATE.trainer.coef = AdaptiveCoef(config.objective, _over_ranks, keep, first)
         if rollout_id > 0:
             coef.restore(adaptive.kept_coef(load, rollout_id - 1))
-    data = parked.rollout_data
-    batches, rollouts = data["num_microbatches"][step_id], data["global_batch_sizes"][step_id]
-    last = step_id == len(data["num_microbatches"]) - 1
-    coef.start_step(rollout_id, batches, rollouts, last=last, weighted=parked.weighted[step_id])
+    data, of_pass = parked.rollout_data, len(parked.weighted)
+    at, last = step_id % of_pass, step_id == of_pass * config.train.epochs_per_step - 1
+    batches, rollouts = data["num_microbatches"][at], data["global_batch_sizes"][at]
+    coef.start_step(rollout_id, batches, rollouts, last=last, weighted=parked.weighted[at])
 
 
 def _response_rows(logits: Tensor, where: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -494,8 +529,12 @@ def loss(
     if sampling.truncates:
         cut = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
         replay = Replay(cut, channels[:, wire.JUNIOR] == 0)
-        log_probs, entropy = token_log_probs(rows, tokens, sampling.temperature, replay=replay, group=shards)
+        with_bonus = config.objective.entropy_coef > 0
+        log_probs, entropy = token_log_probs(
+            rows, tokens, sampling.temperature, replay=replay, group=shards, entropy_grad=with_bonus
+        )
     else:
+        # The entropy has a gradient where --entropy-coef is not 0: objective.entropy_coef is that flag.
         _, found = get_log_probs_and_entropy(logits, with_entropy=True, **where)
         log_probs, entropy = torch.cat(found["log_probs"]), torch.cat(found["entropy"])
     reference = torch.cat(batch["ref_log_probs"]) if batch.get("ref_log_probs") else None
@@ -523,6 +562,9 @@ def loss(
     )
     if coef is not None:
         coef.after_micro_batch(metrics["kl"])
+    if (tail := STATE.trainer.tail) is not None and packed.ref_log_probs is not None:
+        kl = token_kl(log_probs.detach(), packed, config.objective)[packed.weights > 0]
+        tail.after_micro_batch(batch, kl.double().cpu().numpy())
     return value, dict(metrics)
 
 

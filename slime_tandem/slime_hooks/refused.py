@@ -242,7 +242,6 @@ _LOSS = (
         wrong=lambda value, job: bool(value) and value != job.config.objective.kl_coef,
         when=lambda job: job.our_loss,
     ),
-    _our_loss_has_none("--entropy-coef"),
     _our_loss_has_none("--eps-clip-c", f"remove it; {KEY}.objective.dual_clip does it"),
     _our_loss_has_none("--use-tis", f"remove it; {KEY}.objective.rollout_weights does it"),
     _our_loss_has_none("--use-opsm"),
@@ -253,9 +252,26 @@ _LOSS = (
 _OBJECTIVE = (
     Rule(
         f"{KEY}.train.epochs_per_step",
-        "1 under slime: its trainer passes over a rollout once",
-        "set train.epochs_per_step=1; train.updates_per_step cuts a rollout into several updates",
-        wrong=lambda value, _: value != 1,
+        "1 with slime's own loss: --rollout-data-postprocess-path, which goes with ours, repeats a rollout's steps",
+        f"{_HOOKS[:-len(', or remove it')]}, or set train.epochs_per_step=1",
+        wrong=lambda value, job: value != 1 and not (job.our_loss and job.value("--rollout-data-postprocess-path")),
+    ),
+    *(
+        Rule(
+            flag,
+            f"not to be set with {KEY}.train.epochs_per_step above 1: routes are recorded for one pass",
+            "remove it, or set train.epochs_per_step=1",
+            when=lambda job: job.config.train.epochs_per_step > 1,
+        )
+        for flag in ("--use-routing-replay", "--use-rollout-routing-replay")
+    ),
+    Rule(
+        "--lr-decay-style",
+        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, and the rate would be at its end "
+        "too early",
+        "set --lr-decay-style constant, or --lr-decay-iters",
+        wrong=lambda value, _: value not in (None, "constant"),
+        when=lambda job: job.config.train.epochs_per_step > 1 and job.value("--lr-decay-iters") is None,
     ),
     Rule(
         f"{KEY}.opd.teacher_temperature",
@@ -468,6 +484,7 @@ RULES: tuple[Rule, ...] = (*_NEVER, *_LOSS, *_OBJECTIVE, *_TRUNCATION, *_ADVANTA
 FOLLOWED: dict[str, str] = {
     "--rollout-seed": "seed",
     "--hf-checkpoint": "models.senior",
+    "--apply-chat-template-kwargs": "models.template_kwargs",
     "--rollout-temperature": "sampling.temperature",
     "--rollout-top-k": "sampling.top_k",
     "--rollout-max-response-len": "sampling.max_new_tokens",
@@ -476,6 +493,7 @@ FOLLOWED: dict[str, str] = {
     "--rollout-batch-size": "train.prompts_per_step",
     "--eps-clip": "objective.clip_low",
     "--eps-clip-high": "objective.clip_high",
+    "--entropy-coef": "objective.entropy_coef",
     "--kl-loss-type": "objective.kl_estimator",
 }
 """slime's flag -> our setting that the hooks take from it. A plan writes it the other way round."""

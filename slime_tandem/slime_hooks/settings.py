@@ -31,6 +31,8 @@ _SLIMES_OWN: dict[str, str] = {
     "train.save_every": "--save-interval",
     "train.updates_per_step": "--global-batch-size",
     "train.micro_batch_tokens": "--max-tokens-per-gpu",
+    "train.gradient_checkpointing": "--recompute-granularity",
+    "train.threads": "--actor-num-gpus-per-node, a process for each GPU",
     "engine.sessions": "nothing: requests go through a router",
 }
 """Our settings that have no meaning under slime -> what says it there."""

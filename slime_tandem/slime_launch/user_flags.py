@@ -41,13 +41,15 @@ def split(flags: Sequence[str]) -> dict[str, list[str]]:
 
 
 def same(name: str, ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    """Whether the two say one thing: the same words, or words that are the same numbers.
+    """Whether the two say one thing: the same words, or words that are the same numbers or JSON objects.
 
     >>> same("--lr", ["1e-06"], ["1e-6"]), same("--lr", ["1e-06"], ["2e-6"]), same("--rollout-stop", ["1"], ["1.0"])
     (True, False, False)
+    >>> same("--apply-chat-template-kwargs", ['{"a": 1}'], ['{"a":1}'])
+    True
     """
     return len(ours) == len(theirs) and all(
-        a == b or (name not in _TEXTS and (number := _number(a)) is not None and number == _number(b))
+        a == b or (name not in _TEXTS and (value := _plain(a)) is not None and value == _plain(b))
         for a, b in zip(ours, theirs, strict=True)
     )
 
@@ -96,6 +98,12 @@ def _value(text: str) -> Any:
         return load_yaml(text)
     except ValueError:  # a name, a pattern
         return text
+
+
+def _plain(text: str) -> float | dict[str, Any] | None:
+    """A number or an object; None for all else."""
+    value = _value(text) if text.startswith("{") else _number(text)
+    return value if isinstance(value, (float, dict)) else None
 
 
 def _number(text: str) -> float | None:

@@ -122,7 +122,7 @@ class Trainer:
         """Whether a term of the loss counts one of the row's tokens (its value there may still be 0)."""
         objective, opd = self.config.objective, self.config.opd
         return bool(
-            ((objective.reward_coef > 0 or self.kl_coef > 0) and row.weights.any())
+            ((objective.reward_coef > 0 or self.kl_coef > 0 or objective.entropy_coef > 0) and row.weights.any())
             or (opd.enabled and opd.coef > 0 and row.opd_weights.any())
             or (objective.lambda_jun > 0 and row.junior_weights is not None and row.junior_weights.any())
         )
@@ -245,7 +245,13 @@ class Trainer:
         self, logits: Tensor, micro: Sequence[Sequenced], replay: Replay | None = None
     ) -> tuple[Tensor, Tensor]:
         labels = torch.tensor([t for r in micro for t in r.tokens[len(r.tokens) - r.response_length :]])
-        return token_log_probs(logits, labels.to(logits.device), self.config.sampling.temperature, replay=replay)
+        return token_log_probs(
+            logits,
+            labels.to(logits.device),
+            self.config.sampling.temperature,
+            replay=replay,
+            entropy_grad=self.config.objective.entropy_coef > 0,
+        )
 
     def _pack(self, parts: Sequence[FloatArray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).float().to(self.policy.device)

@@ -127,6 +127,44 @@ def test_logits_and_gradient_equal_transformers(folders: Callable[[str, bool], P
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class Saved:
+    """Bytes of what autograd keeps for the backward pass."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_gradient_checkpointing_changes_the_memory_alone(
+    folders: Callable[[str, bool], Path], tmp_path: Path, kind: str, tied: bool
+) -> None:
+    sequences, lengths = batch(0)
+    found = {}
+    for checkpointed in (False, True):
+        policy = MegatronPolicy.from_hf(folders(kind, tied), SETTINGS, checkpointed=checkpointed)
+        saved = Saved()
+        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+            logits = policy.response_logits(sequences, lengths)
+        torch.nn.functional.cross_entropy(logits, labels_of(sequences, lengths)).backward()
+        gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+        policy.save_checkpoint(tmp_path / str(checkpointed), {})
+        with torch.no_grad():
+            torch.testing.assert_close(policy.response_logits(sequences, lengths), logits, rtol=0, atol=0)
+        found[checkpointed] = (logits.detach(), gradients, saved.bytes)
+    (logits, gradients, kept), (same_logits, same_gradients, less) = found[False], found[True]
+    assert torch.equal(logits, same_logits)
+    assert len(gradients) == len(weights_of(policy))
+    assert equal(gradients, same_gradients), "bit for bit: the same kernels run again"
+    assert less < 0.5 * kept, (less, kept)
+    plain = MegatronPolicy.from_hf(folders(kind, tied), SETTINGS)
+    plain.load_checkpoint(tmp_path / "True")  # the layers' names are the same
+    assert equal(weights_of(plain), weights_of(policy))
+
+
 ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=20).map(tuple)
 
 

@@ -65,7 +65,9 @@ class Batch:
         `gather`: this rank has half of the tokens."""
         embedding, output = self.embedding.clone().requires_grad_(), self.output.clone().requires_grad_()
         n = Denominators(*(float(x.sum()) for x in (self.weights, self.opd_weights, self.junior_weights)))
-        objective = ObjectiveConfig(kl_coef=0.1, lambda_jun=0.1, rollout_weights="truncated", rollout_weight_max=1.05)
+        objective = ObjectiveConfig(
+            kl_coef=0.1, lambda_jun=0.1, entropy_coef=0.3, rollout_weights="truncated", rollout_weight_max=1.05
+        )
         opd = OpdConfig()
         per_token = (self.weights, self.opd_weights, self.junior_weights, self.advantages, self.teacher, self.noise)
         pad = [torch.cat([x, x.new_zeros(1)]) for x in per_token]
@@ -77,7 +79,9 @@ class Batch:
             logits = embedding[before[part]] @ shard.T
             replay = Replay(cut, replayed[part], KeptIds.of([kept[i] for i in part.tolist()]) if lists else None)
             group = dist.group.WORLD if tensor else None
-            log_probs, entropy = token_log_probs(logits, tokens[part], TEMPERATURE, replay=replay, group=group)
+            log_probs, entropy = token_log_probs(
+                logits, tokens[part], TEMPERATURE, replay=replay, group=group, entropy_grad=True
+            )
             weights, opd_weights, junior_weights, advantages, teacher, noise = (x[part] for x in pad)
             near = log_probs.detach()
             packed = PackedTokens(

@@ -120,6 +120,40 @@ def test_the_gradient_against_finite_differences() -> None:
     assert torch.autograd.gradcheck(of, logits.requires_grad_())
 
 
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_gradient_of_the_entropy_is_autograds_of_the_full_distribution(name: str, in_place: bool) -> None:
+    logits, tokens = random_case(seed=2)
+    logits[0, :3] = -math.inf
+    tokens[0] = 5
+    grads = torch.linspace(-1, 1, len(tokens), dtype=torch.float64)
+    of_entropy = grads.flip(0) * 0.3
+    of_entropy[1] = 0.0
+    cut = CUTS[name]
+    kept = kept_mask(logits, cut.top_k, cut.top_p, cut.min_p, 0.7).scatter(1, tokens[:, None], True)
+    plain = logits.clone().requires_grad_()
+    full = torch.log_softmax(plain / 0.7, -1)
+    entropy = -(full.exp() * full.masked_fill(full == -math.inf, 0.0)).sum(-1)
+    chosen = torch.log_softmax((plain / 0.7).masked_fill(~kept, -math.inf), -1).gather(1, tokens[:, None])[:, 0]
+    (want,) = torch.autograd.grad((chosen, entropy), plain, (grads, of_entropy))
+    want = torch.where(logits == -math.inf, 0.0, want)  # autograd's 0 * inf
+    x = logits.clone().requires_grad_()
+    found = token_log_probs(x, tokens, 0.7, replay=Replay(cut), in_place=in_place, entropy_grad=True)
+    torch.testing.assert_close(found[1], entropy)
+    (got,) = torch.autograd.grad(found, x, (grads, of_entropy))
+    torch.testing.assert_close(got, want)
+
+
+def test_the_gradient_of_the_entropy_by_hand() -> None:
+    """Probabilities 3/4 and 1/4: dH/dx = -p (log p + H), and a uniform distribution is the top."""
+    x = torch.tensor([[math.log(3.0), 0.0], [1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    _, entropy = token_log_probs(x, torch.tensor([0, 0]), entropy_grad=True)
+    (got,) = torch.autograd.grad(entropy.sum(), x)
+    assert got[0].tolist() == pytest.approx([-3 / 16 * math.log(3), 3 / 16 * math.log(3)])
+    assert got[1].tolist() == pytest.approx([0.0, 0.0])
+    assert not token_log_probs(x, torch.tensor([0, 0]))[1].requires_grad, "a metric, unless asked for"
+
+
 class Largest(TorchDispatchMode):
     """Remembers the most elements of a new float32 tensor."""
 

@@ -362,6 +362,7 @@ SETTINGS = [
     {"rollout_weights": "truncated", "rollout_weight_max": 1.2},
     {"rollout_weights": "masked", "rollout_weight_min": 0.7, "rollout_weight_max": 1.4},
     {"lambda_jun": 0.4, "kl_in": "reward"},
+    {"entropy_coef": 0.3, "reduction": "sequence_mean"},
 ]
 STOPPED = [
     {"surrogate": "cispo"},
@@ -471,6 +472,28 @@ def test_with_any_setting_weightless_tokens_may_hold_anything(seed: int, objecti
     assert changed[2] == metrics
     if objective.lambda_jun == 0:
         assert (grad[idle] == 0).all()
+
+
+def test_the_entropy_bonus_by_hand() -> None:
+    """Two responses, the junior's token counts nowhere: 0.5 * the mean of 1, 2 and 6, or of the responses' means 1.5 and 6."""
+    log_probs = t(-1.0, -1.0, -1.0, -1.0)
+    batch = PackedTokens(log_probs, t(0, 0, 0, 0), t(1, 1, 0, 1), t(0, 0, 0, 0), t(0, 0, 0, 0))
+    batch = dataclasses.replace(batch, sequences=torch.tensor([0, 0, 0, 1]))
+    for reduction, bonus, slopes in (
+        ("token_mean", 1.5, [1 / 6, 1 / 6, 0, 1 / 6]),
+        ("sequence_mean", 1.875, [1 / 8, 1 / 8, 0, 1 / 4]),
+        ("constant", 0.5 * 9 / 20, [1 / 40, 1 / 40, 0, 1 / 40]),
+    ):
+        objective = ObjectiveConfig(entropy_coef=0.5, reduction=reduction)
+        den = Denominators.over([2, 1], 0, 0, objective.reduction, 10)
+        entropy = t(1.0, 2.0, float("nan"), 6.0).requires_grad_()
+        loss, metrics = tandem_loss(log_probs, entropy, batch, den, objective, NO_OPD)
+        loss.backward()
+        assert loss.item() == -bonus
+        assert metrics["entropy_bonus"] == bonus
+        assert entropy.grad is not None
+        assert (-entropy.grad).tolist() == pytest.approx(slopes)
+    assert run((log_probs, t(1, 2, 3, 6), batch, den), ObjectiveConfig())[2]["entropy_bonus"] == 0.0
 
 
 def test_reductions_by_hand() -> None:

@@ -115,23 +115,6 @@ def test_an_evaluation_of_the_resumed_weights_stays_and_is_never_doubled(tmp_pat
     assert steps_of(tmp_path / "transcripts.jsonl") == [0, 2]
 
 
-def test_outcomes_by_prompt_are_replaced_and_dropped_like_their_evaluation(tmp_path):
-    with RunWriter(tmp_path, resume_step=None) as writer:
-        for step in (0, 2, 4):
-            writer.write_outcomes(step, "during", ["a", "b"], [1.0, 0.0], None)
-            writer.write_step(step, STEP)
-            writer.write_step(step + 1, STEP)
-        with pytest.raises(AssertionError, match="as many together"):
-            writer.write_outcomes(4, "after", ["a"], [1.0], [1.0, 0.0])
-    with RunWriter(tmp_path, resume_step=2) as writer:
-        writer.write_outcomes(2, "during", ["a", "b"], [1.0, None], [0.0, 1.0])
-    rows = list(read_rows(tmp_path / "outcomes.jsonl"))
-    assert [(r["step"], r["prompt_ids"], r["solo"], r["tandem"]) for r in rows] == [
-        (0, ["a", "b"], [1.0, 0.0], None),
-        (2, ["a", "b"], [1.0, None], [0.0, 1.0]),
-    ]
-
-
 def test_a_step_is_never_written_twice(tmp_path):
     write(tmp_path, range(2))
     with RunWriter(tmp_path, resume_step=2) as writer, pytest.raises(AssertionError, match="step 1 after step 1"):

@@ -31,6 +31,7 @@ from slime_tandem.training.trainer import Trainer
 N = 8
 ONE, FOUR = [(1, 1, 1)], [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
 """Data, context and tensor parallel."""
+TWICE = "train.epochs_per_step=2"
 JUNIORS = "tandem.junior_token_loss_weight=0.5"
 RECOMPUTED = ["opd.enabled=false", "sampling.truncation_replay=recompute"]
 CASES: list[tuple[int, list[str]]] = [
@@ -44,6 +45,10 @@ CASES: list[tuple[int, list[str]]] = [
     (0, ["objective.kl_coef=0.1", "objective.kl_target=0.5", "objective.reduction=sequence_mean"]),
     (0, [*RECOMPUTED, "sampling.top_p=0.7", "sampling.temperature=0.8"]),
     (0, [*RECOMPUTED, "sampling.top_k=5", "objective.ratio=sequence", "objective.kl_coef=0.1", JUNIORS]),
+    (0, ["objective.entropy_coef=0.2", "objective.reduction=sequence_mean", "objective.kl_coef=0.1"]),
+    (0, [*RECOMPUTED, "sampling.top_p=0.7", "objective.entropy_coef=0.2", "objective.kl_coef=0.1", TWICE]),
+    (0, ["objective.kl_coef=0.1", "objective.kl_target=0.5", TWICE]),
+    (0, ["objective.rollout_weights=truncated", TWICE]),
     (3, ["opd.signal=jsd", "opd.top_k=3"]),
     (3, ["opd.signal=reverse_kl", "opd.top_k=3", "opd.position_discount=0.9", "objective.reduction=constant"]),
     (3, ["opd.signal=forward_kl", "opd.top_k=3", "objective.lambda_jun=0.2"]),
@@ -124,13 +129,18 @@ def by_slime(args: Namespace, c: RunConfig, made: list[Any]) -> tuple[dict[str, 
     if not args.use_rollout_logprobs:
         box |= model.forward_only(loss.get_log_probs_and_entropy, args, [Bigram("old")], *forward)
     loss.compute_advantages_and_returns(args, box)
+    # As train_actor holds them: taken before the hook, trained after it.
+    (iterator,), counts, sizes = data.get_data_iterator(box), box["num_microbatches"], box["global_batch_sizes"]
+    once = sum(sizes)
     hooks.data_post_process(args, 0, box)
+    assert sum(box["global_batch_sizes"]) == once, "slime's log divides by it"
+    assert sum(sizes) == c.train.epochs_per_step * once
     assert all(t.dim() == 1 for t in box["teacher_log_probs"]), "slime's log averages this key as [R]"
     train_metric_utils.gather_log_data = lambda *a: None
     train_metric_utils.log_rollout_data(0, args, box)
-    policy, (iterator,) = Bigram("now"), data.get_data_iterator(box)
+    policy = Bigram("now")
     measured = dict.fromkeys(LOSS_METRICS, 0.0)
-    for step, (micro, rollouts) in enumerate(zip(box["num_microbatches"], box["global_batch_sizes"], strict=True)):
+    for step, (micro, rollouts) in enumerate(zip(counts, sizes, strict=True)):
         hooks.before_train_step(args, 0, step, [Bigram("old")], None, None)
         logs = []
         for _ in range(micro):
@@ -144,7 +154,7 @@ def by_slime(args: Namespace, c: RunConfig, made: list[Any]) -> tuple[dict[str, 
             logs, calculate_per_token_loss=False, step_global_batch_size=rollouts, cp_size=cp, dp_with_cp_group=group
         )
         for name in measured:
-            measured[name] += found[name] / len(box["num_microbatches"])
+            measured[name] += found[name] / len(counts)
     assert policy.table.grad is not None
     dist.all_reduce(policy.table.grad, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return measured, policy.table.grad
@@ -156,8 +166,10 @@ def check(k: int, overrides: list[str], steps: int) -> None:
     metrics, gradient, coef = locally(c, made)
     args = arguments(N, steps)
     args.use_rollout_logprobs = c.objective.rollout_weights == "none"
-    args.rollout_temperature = c.sampling.temperature
+    args.rollout_temperature, args.entropy_coef = c.sampling.temperature, c.objective.entropy_coef
     STATE.trainer = TrainerState()
+    tails: list[float] = []
+    hooks._report_tail = lambda _, step, value: tails.append(value)
     measured, mine = by_slime(args, c, made)
     wanted = gradient.chunk(mpu.get_tensor_model_parallel_world_size(), 1)[mpu.get_tensor_model_parallel_rank()]
     case = (overrides, steps)
@@ -168,6 +180,15 @@ def check(k: int, overrides: list[str], steps: int) -> None:
         if (name == "logprob_diff" and steps > 1) or expected is None:
             continue  # the local runtime reports the first step's; nothing was measured
         assert abs(value - expected) <= 1e-6 + 1e-6 * abs(expected), (case, name, value, expected)
+    first = dist.get_rank(mpu.get_data_parallel_group(with_context_parallel=True)) == 0
+    if c.objective.kl_coef > 0 and first and mpu.get_tensor_model_parallel_rank() == 0:
+        assert len(tails) == steps * c.train.epochs_per_step, (case, tails)
+        expected = metrics["train/kl_p95"]
+        assert expected is not None
+        if steps == c.train.epochs_per_step == 1:  # the local runtime has one of all updates
+            assert all(abs(value - expected) <= 1e-5 * (1 + abs(expected)) for value in tails), (case, tails, expected)
+    else:
+        assert not tails, case
     if c.objective.kl_target is not None:
         assert coef != c.objective.kl_coef
         kept = STATE.trainer.coef

@@ -15,6 +15,7 @@ from slime_tandem.slime_hooks.refused import check_flags
 from slime_tandem.slime_hooks.settings import build, settings
 
 FLAGS = {
+    "apply_chat_template_kwargs": {},
     "hf_checkpoint": "/models/senior",
     "rollout_seed": 42,
     "rollout_temperature": 1.0,
@@ -46,6 +47,10 @@ def test_what_flags_say_is_in_the_configuration() -> None:
     assert c.objective.scale_advantages == "std"
     assert settings(arguments(grpo_std_normalization=False)).objective.scale_advantages == "none"
     assert settings(arguments(rollout_stop="\n\n")).sampling.stop == ("\n\n",)
+    assert settings(arguments(apply_chat_template_kwargs={})).models.template_kwargs == {}
+    kwargs = {"enable_thinking": False}
+    assert settings(arguments(apply_chat_template_kwargs=kwargs)).models.template_kwargs == kwargs
+    assert settings(arguments({"models": {"template_kwargs": kwargs}}, apply_chat_template_kwargs=kwargs))
 
 
 def test_it_is_built_once_per_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +75,7 @@ def test_the_section_may_be_a_file_of_its_own(tmp_path: Path) -> None:
         ({"tandem": {"prob_senior": 1.5}}, r"tandem\.prob_senior=1\.5"),
         ({"seed": 7}, r"slime_tandem\.seed=7: expected 42, what --rollout-seed says"),
         ({"models": {"senior": "/other"}}, "--hf-checkpoint"),
+        ({"models": {"template_kwargs": {"a": 1}}}, r"expected \{\}, what --apply-chat-template-kwargs says"),
         ({"optimizer": {"lr": 0.1}}, r"slime_tandem\.optimizer=.*--lr"),
         ({"train": {"steps": 3}}, "--num-rollout"),
         ({"models": "x"}, r"slime_tandem\.models='x': expected a section"),
@@ -222,7 +228,6 @@ def test_a_setting_that_slimes_own_loss_would_ignore_is_refused(section: dict[st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"entropy_coef": 0.01}, r"--entropy-coef=0\.01: expected not to be set with our loss"),
         ({"eps_clip_c": 3.0}, "--eps-clip-c"),
         ({"use_tis": True}, r"--use-tis.*objective\.rollout_weights does it"),
         ({"use_unbiased_kl": True}, "--use-unbiased-kl"),
@@ -234,6 +239,35 @@ def test_a_flag_that_our_loss_would_ignore_is_refused(flags: dict[str, Any], mes
         settings(arguments(**flags))
     alone = {"loss_type": "policy_loss", "custom_advantage_function_path": None}
     assert settings(arguments({"opd": {"enabled": False}}, **alone, **flags))
+
+
+def test_the_entropy_bonus_is_slimes_flag_with_either_loss() -> None:
+    alone = {"loss_type": "policy_loss", "custom_advantage_function_path": None}
+    assert settings(arguments(entropy_coef=0.01)).objective.entropy_coef == 0.01
+    assert settings(arguments({"opd": {"enabled": False}}, **alone, entropy_coef=0.01)).objective.entropy_coef == 0.01
+    with pytest.raises(ConfigError, match=r"entropy_coef=0\.02: expected 0\.01, what --entropy-coef says"):
+        settings(arguments({"objective": {"entropy_coef": 0.02}}, entropy_coef=0.01))
+
+
+def test_passes_over_a_rollout_need_our_hook_and_a_schedule_that_counts_them() -> None:
+    twice: dict[str, Any] = {"train": {"epochs_per_step": 2}}
+    alone = {"loss_type": "policy_loss", "custom_advantage_function_path": None}
+    hook = {"rollout_data_postprocess_path": "slime_tandem.slime_hooks.hooks.data_post_process"}
+    solo = {**twice, "tandem": {"enabled": False}}
+    assert settings(arguments(twice, **hook, lr_decay_style="constant")).train.epochs_per_step == 2
+    assert settings(arguments(twice, **hook, lr_decay_style="cosine", lr_decay_iters=40)).train.epochs_per_step == 2
+    for tree, flags, message in (
+        (twice, {}, r"epochs_per_step=2: expected 1 with slime's own loss"),
+        ({**twice, "opd": {"enabled": False}}, {**hook, **alone}, r"epochs_per_step=2: expected 1 with slime's own loss"),
+        (twice, {**hook, "lr_decay_style": "cosine"}, "--lr-decay-style='cosine': expected constant"),
+        (solo, {**hook, "use_routing_replay": True}, "--use-routing-replay=True.*recorded for one pass"),
+        (solo, {**hook, "use_rollout_routing_replay": True}, "--use-rollout-routing-replay=True.*recorded for one pass"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings(arguments(tree, **flags))
+    for name, value in (("gradient_checkpointing", True), ("threads", 2)):
+        with pytest.raises(ConfigError, match=rf"train\.{name}={value}: expected nothing: slime has"):
+            settings(arguments({"train": {name: value}}))
 
 
 def test_the_hooks_of_rollouts_go_alone_with_slimes_own_loss() -> None:

@@ -174,6 +174,20 @@ def test_epochs_pass_over_a_rollout_again(trio) -> None:  # type: ignore[no-unty
     )
 
 
+def test_the_entropy_bonus_raises_the_entropy(trio) -> None:  # type: ignore[no-untyped-def]
+    """Alone, and without a reward to learn from: what counts are the weights."""
+    cfg = config("opd.enabled=false", "objective.entropy_coef=1.0", "optimizer.lr=0.003")
+    p = policy(trio, cfg)
+    rows = [replace(row, advantage=0.0) for row in rows_for(p, SENIOR_ONLY, NONE)]
+    trainer = Trainer(cfg, p, None)
+    first, second = trainer.update(rows), trainer.update(rows)
+    assert first["train/pg_loss"] == 0.0
+    assert first["train/entropy_bonus"] == pytest.approx(first["train/entropy"])
+    assert first["train/loss"] == pytest.approx(-first["train/entropy_bonus"])
+    assert second["train/entropy"] > first["train/entropy"] + 1e-4
+    assert gradient(trio, cfg, rows_for(p, NONE, NONE)) == {}, "junior tokens have no bonus"
+
+
 def with_reference(rows: Sequence[TrainRow], shift: float = 0.0) -> list[TrainRow]:
     return [replace(row, ref_log_probs=row.old_log_probs - shift) for row in rows]
 

@@ -12,7 +12,7 @@ import json
 import sys
 from importlib import metadata
 
-KNOWN_VERSIONS = ("0.5.15.post1", "0.5.23")
+KNOWN_VERSIONS = ("0.5.15.post1", "0.5.17", "0.5.23")
 """Releases on which the tests of this package pass."""
 
 INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -93,6 +93,12 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sglang.srt.models.llama", "LlamaModel.forward", ("input_ids", "positions", "forward_batch")),
 )
 
+IN_SOURCE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    # (module, classes, an attribute of instances that the code of one of them names)
+    ("sglang.srt.managers.schedule_batch", ("Req", "ReqKvInfo"), "kv_committed_len"),
+    ("sglang.srt.managers.schedule_batch", ("Req",), "skip_radix_cache_insert"),
+)
+
 
 def missing(internals: tuple[tuple[str, str, tuple[str, ...]], ...] = INTERNALS) -> list[str]:
     """What is no longer where the list says, in words; empty if all is there."""
@@ -108,7 +114,18 @@ def missing(internals: tuple[tuple[str, str, tuple[str, ...]], ...] = INTERNALS)
         lost = [name for name in names if name not in _names(found)]
         if lost:
             faults.append(f"{module}.{path} has no longer {', '.join(lost)}")
+    if internals is INTERNALS:
+        faults += [f"{module} names no longer {name}" for module, classes, name in IN_SOURCE if not _named(module, classes, name)]
     return faults
+
+
+def _named(module: str, classes: tuple[str, ...], name: str) -> bool:
+    """Whether the source of one of the classes, those that there are, names an attribute."""
+    try:
+        found = [getattr(importlib.import_module(module), cls, None) for cls in classes]
+    except ImportError:
+        return False
+    return any(name in inspect.getsource(cls) for cls in found if cls is not None)
 
 
 def _names(found: object) -> set[str]:

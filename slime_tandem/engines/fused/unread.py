@@ -28,8 +28,9 @@ def install() -> None:
 
 def _finish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    kv = getattr(self, "kv", self)  # SGLang 0.5.23 keeps the count in a record of its own
+    # SGLang 0.5.23 keeps the count in a record of its own; 0.5.17 has the record, and the count beside it.
+    holder = self if hasattr(self, "kv_committed_len") else self.kv
     # A request that only scores has written nothing behind its prompt, which is whole.
-    if self.finished() and kv.kv_committed_len > len(self.origin_input_ids):
+    if self.finished() and holder.kv_committed_len > len(self.origin_input_ids):
         self.skip_radix_cache_insert = True
     return result
