@@ -28,7 +28,7 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, forked_servers: None) -> None:
+def in_process(monkeypatch: pytest.MonkeyPatch, forked_servers: None, script: Callable[[str], ModuleType]) -> None:
     """`slime-tandem train` of a script is a call, and models are made one after the other, without processes."""
 
     def call(command: list[str], **how: Any) -> Any:
@@ -46,7 +46,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, forked_servers: None) -> None:
         return folder
 
     for name in ("questions", "two_notations"):
-        module = importlib.import_module(name)
+        module = script(name)
         monkeypatch.setattr(module, "pretrain", make)
         monkeypatch.setattr(module, "subprocess", _Calls(call))
 
