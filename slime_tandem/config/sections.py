@@ -279,6 +279,12 @@ class EvalConfig(Section):
         ge=1,
         description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
     )
+    start: str | None = Field(
+        None,
+        min_length=1,
+        description="`slime-tandem eval`: the weights that the senior's training started from, as a folder or builtin:<name>; "
+        "measures the drift from them; null: not measured",
+    )
     resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
 
     @field_validator("top_k")

@@ -451,7 +451,8 @@ def _learn(
     t1 = time.perf_counter()
     progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
+    eos_ids, bank = team.roster.student.tokens.eos_ids, TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank, eos_ids=eos_ids)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(
@@ -466,7 +467,7 @@ def _learn(
     progress.part("giving its server the new weights")
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
+        **rollout_metrics(scored, eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,

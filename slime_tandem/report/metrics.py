@@ -296,6 +296,20 @@ _TABLE = (
         )
         for i in range(10)
     ),
+    _step(
+        "selection/end_of_turn",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "selected tokens that are ends of turn",
+    ),
+    _step(
+        "selection/end_of_turn_kept",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "ends of turn among the tokens that may be selected which are",
+    ),
     *(
         _step(
             f"selection/overlap_{name}",

@@ -248,7 +248,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
     ]
     rollout_id = getattr(args, "logged_rollout_id", None)
-    rows, metrics = build_rows(scored, config, bank=TokenBank.of(config), rollout_id=rollout_id)
+    bank, ends = TokenBank.of(config), wire.ends_of(written)
+    rows, metrics = build_rows(scored, config, bank=bank, rollout_id=rollout_id, eos_ids=ends)
     kept = [s for s, about in zip(written, scored, strict=True) if takes_part(about, config.opd)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
     place = {id(s): i for i, s in enumerate(samples)}
