@@ -85,7 +85,16 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By the names that scripts and tests use."""
 
 
-def make_model(name: str, folder: Path, *, real: bool = False, seed: int = 0, family: str | None = None, **more: Any) -> Path:
+def make_model(
+    name: str,
+    folder: Path,
+    *,
+    real: bool = False,
+    seed: int = 0,
+    family: str | None = None,
+    dtype: str = "float32",
+    **more: Any,
+) -> Path:
     """`folder` with a random model of `ARCHITECTURES[name]`, its tokenizer and template; made once.
 
     `family`: another tokenizer than the architecture's usual one (Qwen3.5's vocabulary is not Qwen3's); `more`: of the config.
@@ -115,5 +124,5 @@ def make_model(name: str, folder: Path, *, real: bool = False, seed: int = 0, fa
                 if parameter.ndim >= 2:
                     parameter.add_(0.06 * torch.randn_like(parameter))
     model.generation_config.eos_token_id = ends or tokenizer.eos_token_id
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -68,7 +68,7 @@ JOBS: dict[str, Job] = {
 
 def sglang(folder: Path, python: str, logs: Path) -> SglangProcess:
     return SglangProcess(
-        folder, python=python, log_file=logs / f"{folder.name}.log", extra_args=SGLANG_ARGS, start_timeout_s=240
+        folder, python=python, log_file=logs / f"{folder.name}.log", extra_args=SGLANG_ARGS, start_timeout_s=600
     )
 
 
