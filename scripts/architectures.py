@@ -32,8 +32,8 @@ _VISION = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """`kind`: transformers' `model_type`; `family`: whose tokenizer it gets; `sizes`: of the language model; `around`: the rest of
-    a config in which that is nested."""
+    """`kind`: transformers' `model_type`; `family`: whose tokenizer it gets; `sizes`: of the language model; `around`: the
+    rest of a config in which that is nested."""
 
     kind: str
     family: str
@@ -63,7 +63,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
         }},
     ),
-    "mixtral": Architecture("mixtral", "mistral-v1", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral": Architecture(
+        "mixtral", "mistral-v1", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
     "gpt_oss": Architecture(
         "gpt_oss", "gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128, "intermediate_size": 64}
     ),

@@ -24,9 +24,18 @@ def make(folder: Path, layers: int, hidden: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64, "vocab_size": 512}
+    sizes = {
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 64,
+        "vocab_size": 512,
+    }
     config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, max_position_embeddings=8192, **sizes
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        max_position_embeddings=8192,
+        **sizes,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
@@ -69,7 +78,10 @@ def main() -> None:
             process.start()
             kept, peak, seconds = out.get()
             process.join()
-            print(f"| {'on' if checkpointed else 'off'} | {kept / MIB:.0f} | {peak / MIB:.0f} | {seconds:.1f} |", flush=True)
+            print(
+                f"| {'on' if checkpointed else 'off'} | {kept / MIB:.0f} | {peak / MIB:.0f} | {seconds:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which models real SGLang serves on a CPU, and jobs with them: plans, slime's parser, a short run. docs/results/served-models.md.
+"""Which models real SGLang serves on a CPU, and jobs with them: plans, slime's parser, a short run; results/served-models.md.
 
     python scripts/experiments/served_models.py serve                     # each architecture: served? its log-probs?
     python scripts/experiments/served_models.py jobs                      # each job: plan, dry run, two steps on this machine

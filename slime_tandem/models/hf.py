@@ -90,7 +90,12 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json_object(path)
 
 
-_LARGEST = {"num_hidden_layers": 10_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "num_experts": 2**16}
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "num_experts": 2**16,
+}
 _LARGEST |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 2**16)
 _LARGEST |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 2**28)
 

@@ -253,7 +253,7 @@ _OBJECTIVE = (
     Rule(
         f"{KEY}.train.epochs_per_step",
         "1 with slime's own loss: --rollout-data-postprocess-path, which goes with ours, repeats a rollout's steps",
-        f"{_HOOKS[:-len(', or remove it')]}, or set train.epochs_per_step=1",
+        "add --loss-type custom_loss and the hooks of docs/slime.md, or set train.epochs_per_step=1",
         wrong=lambda value, job: value != 1 and not (job.our_loss and job.value("--rollout-data-postprocess-path")),
     ),
     *(
@@ -267,8 +267,7 @@ _OBJECTIVE = (
     ),
     Rule(
         "--lr-decay-style",
-        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, and the rate would be at its end "
-        "too early",
+        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, its schedule would end early",
         "set --lr-decay-style constant, or --lr-decay-iters",
         wrong=lambda value, _: value not in (None, "constant"),
         when=lambda job: job.config.train.epochs_per_step > 1 and job.value("--lr-decay-iters") is None,

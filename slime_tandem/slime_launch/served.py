@@ -157,7 +157,10 @@ def _count(hf_config: Any) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):  # some models with other senses are the second alone
+    for kind in (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    ):  # some models with other senses are the second alone
         try:
             with torch.device("meta"):  # whatever dtype the config names: what is counted has none
                 model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.bfloat16)

@@ -107,7 +107,7 @@ def _evaluated(node: ast.expr) -> Any:
 def _constants(entries: Iterator[tuple[ast.expr | None, ast.expr]]) -> Iterator[tuple[ast.Constant, ast.expr]]:
     for key, value in entries:
         if not isinstance(key, ast.Constant):
-            raise ValueError("a key that is no constant")  # noqa: TRY004 - no list or object of ours
+            raise ValueError("a key that is no constant")
         yield key, value
 
 

@@ -496,7 +496,7 @@ OWN_LAYERS = (
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_mixture_of_experts_goes_through_slimes_tools_and_back(slime_here: Any, tmp_path: Path, tied: bool) -> None:
-    """HF -> torch_dist -> HF by our command and slime's own converters: every tensor bit for bit, in bfloat16, as slime has it."""
+    """HF -> torch_dist -> HF by our command and slime's own converters: every tensor bit for bit, in slime's bfloat16."""
     hf = make_model("qwen3_moe", tmp_path / "hf", seed=1, dtype="bfloat16", tie_word_embeddings=tied)
     flags = [w for w in flags_of_folder(hf) if w not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
     (tmp_path / "model.sh").write_text(f"MODEL_ARGS=({shlex.join(flags)} {OWN_LAYERS})\n")

@@ -123,7 +123,9 @@ def test_an_index_alone_says_how_large_the_weights_are(tmp_path: Path) -> None:
     [{"num_hidden_layers": 10**9}, {"num_attention_heads": 0}, {"text_config": {"vocab_size": -1}}],
     ids=lambda c: str(c)[:30],
 )
-def test_a_number_that_is_no_size_is_refused_before_anybody_builds_with_it(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_number_that_is_no_size_is_refused_before_anybody_builds_with_it(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     folder = folder_of(tmp_path / "model", "mistral", **changes)
     with pytest.raises(ModelError, match=r"expected 1 to \d+"):
         asked(folder)
