@@ -24,6 +24,11 @@ _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 32, "num_hidden_layers": 4,
 }  # fmt: skip
+# Gemma's head is its embedding, whatever a config says: SGLang asks none.
+_GEMMA = {
+    "sliding_window": 512, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 _VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -46,9 +51,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2", "qwen2.5"),
     "llama": Architecture("llama", "llama3"),
     "mistral": Architecture("mistral", "mistral-v3", {"sliding_window": None}),
-    "gemma3_text": Architecture("gemma3_text", "gemma3", {"sliding_window": 512, "query_pre_attn_scalar": 16}),
+    "gemma3_text": Architecture("gemma3_text", "gemma3", _GEMMA),
     "gemma3": Architecture(
-        "gemma3", "gemma3", {"sliding_window": 512, "query_pre_attn_scalar": 16, "model_type": "gemma3_text"},
+        "gemma3", "gemma3", {**_GEMMA, "model_type": "gemma3_text"},
         {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
     ),
     "qwen3_moe": Architecture("qwen3_moe", "qwen3", _EXPERTS),

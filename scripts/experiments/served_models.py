@@ -157,21 +157,36 @@ def dry_run(plan: Plan) -> str:
     return "taken" if done.returncode == 0 else (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
-def run_here(job: Job, folders: Mapping[str, Path], args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Two steps on this machine: the senior on the embedded server, which takes new weights, the others on SGLang."""
+def server_of(folder: Path, python: str, work: Path, stack: ExitStack) -> tuple[str, str]:
+    """(URL, what serves there): SGLang, or the embedded server for what SGLang cannot serve on a CPU."""
+    try:
+        return stack.enter_context(sglang(folder, python, work)).url, "SGLang"
+    except TandemError as error:
+        print(f"{folder.name}: SGLang: {why(work / f'{folder.name}.log', error)}", file=sys.stderr, flush=True)
+        server = ServerProcess(str(folder), log_file=work / f"{folder.name}-embedded.log")
+        return stack.enter_context(server).url, "embedded"
+
+
+def run_here(
+    job: Job, folders: Mapping[str, Path], args: argparse.Namespace, work: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """(metrics of the second of two steps on this machine, who served whom): the senior on the embedded server, which takes new
+    weights, the others on SGLang where it can."""
     from slime_tandem.local.run import train
 
     tree = tree_of(job, folders)
     tree |= {"name": "run", "runs_dir": str(work / "runs"), "eval": {"prompts": 1}, "engine": {"cache_tokens": 8192}}
     tree["train"]["threads"] = 1
+    by = []
     with ExitStack() as stack:
         for role in sorted(folders.keys() - {"senior"}):
-            tree["engine"][f"{role}_url"] = stack.enter_context(sglang(folders[role], args.sglang_python, work)).url
+            tree["engine"][f"{role}_url"], server = server_of(folders[role], args.sglang_python, work, stack)
+            by.append(f"{role}: {server}")
         train(RunConfig.from_mapping(tree), overwrite=True)
     rows = [json.loads(line) for line in (work / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     last: dict[str, Any] = rows[-1]
-    return last
+    return last, by
 
 
 FIGURES = ("opd/coverage", "opd/teacher_kl", "opd/eos_coverage", "tandem/junior_token_fraction", "train/logprob_diff")
@@ -188,9 +203,10 @@ def jobs(args: argparse.Namespace, work: Path) -> None:
         folders = {role: folder_of(what, work, args.real, seed) for seed, (role, what) in enumerate(job.roles.items())}
         plan = planned(job, folders, place / "launch")
         groups = ", ".join(f"{g.name} {g.gpus}" for g in plan.layout.groups)
-        said, row = dry_run(plan), {}
+        said, row, ran = dry_run(plan), {}, "2 steps; "
         try:
-            row, ran = run_here(job, folders, args, place), "2 steps"
+            row, by = run_here(job, folders, args, place)
+            ran += ", ".join(by)
         except TandemError as error:
             ran = f"no: {error.what}"[:200]
         figures = ["-" if row.get(n) is None else f"{row[n]:.3g}" for n in FIGURES]

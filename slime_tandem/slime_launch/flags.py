@@ -148,7 +148,9 @@ def plan(
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
     if alone := [f"{name}={value!r}" for name, value in set_in(config.train, "train") if name in _LOCAL_ALONE]:
-        notes.append(f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes")
+        notes.append(
+            f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes"
+        )
     notes += _sizes_only(config, place, flags, fused=fused is not None)
     return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes)
 

@@ -441,10 +441,14 @@ def test_the_objective_reaches_slimes_flags_and_the_file(sized: Any, tmp_path: P
     assert (flags["--entropy-coef"], flags["--kl-loss-coef"]) == (["0.001"], ["0.01"])
     (text,) = (text for file, text in made.files.items() if file.name == "tandem.yaml")
     assert yaml.safe_load(text)["slime_tandem"]["train"] == {"epochs_per_step": 2}
-    with pytest.raises(ConfigError, match=r"--entropy-coef='0\.5': expected 0\.001.*set objective\.entropy_coef instead"):
+    with pytest.raises(
+        ConfigError, match=r"--entropy-coef='0\.5': expected 0\.001.*set objective\.entropy_coef instead"
+    ):
         plan(config, tmp_path, extra=["--entropy-coef", "0.5"])
     with pytest.raises(ConfigError, match="--use-routing-replay=True.*recorded for one pass"):
-        weighted = sized(tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"})
+        weighted = sized(
+            tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"}
+        )
         plan(weighted, tmp_path, extra=["--use-routing-replay"])
     alone = sized(objective={"entropy_coef": 0.001}, opd={"enabled": False}, cluster={"loss": "slime"})
     assert split(plan(alone, tmp_path).flags)["--entropy-coef"] == ["0.001"], "slime's own loss has it, too"
@@ -493,7 +497,11 @@ def test_users_flags_that_say_something_else(sized: Any, tmp_path: Path, extra: 
 
 
 def test_lists_are_compared_as_what_megatron_makes_of_them() -> None:
-    for ours, theirs in (("[1,1,1]", "([1]*3)"), ("[0,1,1]", "[0]*1+[1]*2"), ('{"a": [true, null]}', '{ "a":[true,null] }')):
+    for ours, theirs in (
+        ("[1,1,1]", "([1]*3)"),
+        ("[0,1,1]", "[0]*1+[1]*2"),
+        ('{"a": [true, null]}', '{ "a":[true,null] }'),
+    ):
         assert same("--x", [ours], [theirs])
     for ours, theirs in (("[1,1]", "[1]*3"), ("[1]", "[1]*99999999999"), ("[1]", "__import__('os')"), ("{", "{ ")):
         assert not same("--x", [ours], [theirs])
