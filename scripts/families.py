@@ -327,11 +327,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         GEMMA3,
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>", "<image_soft_token>"),
         "<eos>",
         ("<eos>", "<end_of_turn>"),
         "<bos>",
-        plain=("\u2581\u2581", "\u2581\u2581\u2581\u2581", "\n\n"),
+        plain=(
+            *("[multimodal]", "<table>", "</s>", "</code>"),
+            *("\n" * n for n in range(1, 32)),
+            *("\u2581" * n for n in range(2, 32)),
+            *("\t" * n for n in range(1, 32)),
+        ),
         vocabulary="gemma",
         real="gemma3",
     ),
@@ -435,12 +440,9 @@ def _spaced(model: models.BPE, family: Family) -> Tokenizer:
 
 def tokenizer_of(family: Family, backend: Tokenizer | None = None) -> PreTrainedTokenizerFast:
     """The family's tokenizer with its template; `backend`: another vocabulary than the small one."""
-    made = backend is None
     if backend is None:
         backend = _byte_level(family) if family.vocabulary == "bytes" else _sentence_piece(family)
-    # A published vocabulary has runs of U+2581 among its pieces already.
-    plain = [t for t in family.plain if made or t.strip("\u2581")]
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.plain])
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.added])
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -570,7 +572,9 @@ def real_backend(family: Family) -> Tokenizer | None:
     name = family.real
     path = vocabularies.cache_dir() / vocabularies.FILES[name]
     if path.suffix == ".model":
-        return _from_sentencepiece(path, family)
+        spaces = {"gemma": "replace", "prepend": "prepend", "metaspace": "always"}[family.vocabulary]
+        made: Tokenizer = vocabularies.from_sentencepiece(path.name, spaces=spaces).backend_tokenizer
+        return made
     if name in vocabularies.RANK_FILES or name == "tekken":
         known = vocabularies.load(name)
         pattern = (
@@ -610,22 +614,3 @@ def _from_ranks(ranks: Sequence[bytes], pattern: str, *, nfc: bool) -> Tokenizer
     )
     tok.decoder = decoders.ByteLevel()
     return tok
-
-
-def _from_sentencepiece(path: Path, family: Family) -> Tokenizer:
-    """BPE with byte fallback from a SentencePiece file: merges by the scores of what they make."""
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
-    for i, piece in enumerate(pieces):
-        if processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i):
-            continue
-        ways = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
-        found = [(a, b) for a, b in ways if a in vocab and b in vocab]
-        merges += [(i, pair) for pair in sorted(found, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
-    return _spaced(models.BPE(
-        vocab=vocab, merges=[pair for _, pair in merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    ), family)  # fmt: skip

@@ -291,7 +291,7 @@ def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> A
 
     `spaces`: how text is prepared. "replace": Gemma's way (no space in front; user-defined pieces are added tokens, not
     normalised); "prepend": Llama-2's legacy way; "first", "always", "never": Metaspace with that scheme (Mistral v3, and
-    tokenizers converted with and without `legacy`). `limit`: only the first pieces, the control pieces, bytes and letters.
+    tokenizers converted with and without `legacy`). `limit`: only the first pieces, control and user-defined ones, bytes, letters.
     """
     from sentencepiece import sentencepiece_model_pb2 as proto
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -300,7 +300,7 @@ def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> A
 
     kind = proto.ModelProto.SentencePiece
     model = proto.ModelProto.FromString((cache_dir() / file).read_bytes())
-    kept = {kind.CONTROL, kind.BYTE}
+    kept = {kind.CONTROL, kind.USER_DEFINED, kind.BYTE}
     pieces = [
         p
         for i, p in enumerate(model.pieces)

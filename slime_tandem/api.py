@@ -29,16 +29,20 @@ _CACHE = Path(".cache/models")
 """Where built-in models are, as `models.cache_dir`."""
 
 
-def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Run:
+def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> Run:
     """Run everything, as `slime-tandem train`; returns the run's folder, read back.
 
-    `resume` goes on with a run of the same name, `overwrite` deletes it first; without either it is refused. Raises TandemError
-    kinds; after KeyboardInterrupt a checkpoint of the last whole step is there and no process.
+    `resume` goes on with a run of the same name, `overwrite` deletes it first; without either it is refused. `quiet`:
+    no progress on standard error. Raises TandemError kinds; after KeyboardInterrupt a checkpoint of the last whole step is
+    there and no process.
     """
-    from slime_tandem.local.run import train as run
+    from slime_tandem.report.progress import RunProgress
 
-    with _outside_an_event_loop():
-        run(config, resume=resume, overwrite=overwrite)
+    with _outside_an_event_loop(), RunProgress(quiet=quiet) as progress:
+        progress.phase("loading libraries")
+        from slime_tandem.local.run import train as run
+
+        run(config, resume=resume, overwrite=overwrite, progress=progress)
     return Run(config.run_dir)
 
 
@@ -63,6 +67,7 @@ def score(
     top_k: int = 0,
     thinking: Thinking = "keep",
     template_kwargs: Mapping[str, Any] | None = None,
+    student_template_kwargs: Mapping[str, Any] | None = None,
     api_key: str | None = None,
     dtype: str = "float32",
     cache_dir: str | Path = _CACHE,
@@ -94,6 +99,7 @@ def score(
                 source, output, str(student), str(teacher), Path(cache_dir),
                 teacher_url=teacher_url, policy=policy, top_k=top_k, thinking=thinking,
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
+                student_template_kwargs=None if student_template_kwargs is None else dict(student_template_kwargs),
                 api_key=api_key, dtype=dtype, trust_remote_code=trust_remote_code,
             )
         )  # fmt: skip

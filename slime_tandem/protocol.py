@@ -7,16 +7,214 @@ Field names and meanings follow `python/sglang/srt/managers/io_struct.py` (`Gene
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import cached_property, lru_cache
+from typing import Any, Protocol, Self, overload
 
-from slime_tandem.types import FinishReason
+import numpy as np
+
+from slime_tandem.types import BoolArray, FinishReason, FloatArray, IntArray
 
 TopLogProbs = tuple[tuple[float, int], ...]
 """One position's candidates as (log-prob, id), best first."""
+
+
+@dataclass(frozen=True, eq=False)
+class IdsAt:
+    """Some ids at each of n positions, in arrays: those of position i are `ids[starts[i]:starts[i + 1]]`.
+
+    `ids` [N] int64, `starts` [n + 1] int64.
+
+    >>> at = IdsAt.of([[7], [], [5, 6]])
+    >>> len(at), at.counts.tolist(), at.part(1, 3).ids.tolist(), at.rows.tolist()
+    (3, [1, 0, 2], [5, 6], [0, 2, 2])
+    """
+
+    ids: IntArray
+    starts: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[Collection[int]]) -> IdsAt:
+        """From a collection for each position; sets in ascending order."""
+        ordered = [sorted(row) if isinstance(row, (set, frozenset)) else row for row in rows]
+        flat = np.fromiter(itertools.chain.from_iterable(ordered), np.int64)
+        return IdsAt(flat, _starts([len(row) for row in ordered]))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def counts(self) -> IntArray:
+        """[n]: how many ids each position has."""
+        return np.diff(self.starts)
+
+    @cached_property
+    def rows(self) -> IntArray:
+        """[N]: the position of each id."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def part(self, start: int, stop: int) -> Self:
+        """Positions `[start, stop)`, without copies."""
+        a, b = int(self.starts[start]), int(self.starts[stop])
+        return self._cut(a, b, self.starts[start : stop + 1] - a)
+
+    def _cut(self, a: int, b: int, starts: IntArray) -> Self:
+        return type(self)(self.ids[a:b], starts)
+
+    @cached_property
+    def _sorted(self) -> tuple[IntArray, IntArray]:
+        """(keys in order, entry of each): a key is a position and an id in one number."""
+        keys = _keys(self.rows, self.ids)
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+
+    def find(self, rows: IntArray, ids: IntArray) -> IntArray:
+        """Entries of `ids` at positions `rows` (any shape): places in `self.ids`, -1 where it is not there. The last of equals.
+
+        >>> IdsAt.of([[7], [5, 6]]).find(np.array([1, 0]), np.array([6, 6])).tolist()
+        [2, -1]
+        """
+        keys, order = self._sorted
+        wanted = _keys(rows, ids)
+        if not len(keys):
+            return np.full(wanted.shape, -1, dtype=np.int64)
+        place = np.searchsorted(keys, wanted, side="right") - 1
+        return np.where((place >= 0) & (keys[place] == wanted), order[place], -1)
+
+
+_ID_BITS = 32
+
+
+def _keys(rows: IntArray, ids: IntArray) -> IntArray:
+    return (rows << _ID_BITS) | (ids & (2**_ID_BITS - 1))
+
+
+def _starts(counts: Sequence[int] | IntArray) -> IntArray:
+    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateLists(IdsAt, Sequence["TopLogProbs | None"]):
+    """Candidates of n positions in arrays: `IdsAt` with `values` [N], nats. As a sequence: `TopLogProbs`, None for no entries.
+
+    >>> lists = CandidateLists.of([None, ((-0.1, 9), (-2.5, 4))])
+    >>> list(lists), lists.last(1).maps()
+    ([None, ((-0.1, 9), (-2.5, 4))], [{9: -0.1, 4: -2.5}])
+    >>> lists == (None, ((-0.1, 9), (-2.5, 4)))
+    True
+    """
+
+    values: FloatArray
+
+    @classmethod
+    def of(cls, rows: Iterable[TopLogProbs | Mapping[int, float] | None]) -> CandidateLists:  # type: ignore[override]
+        """From the entries of each position, as tuples or {id: log-prob}; lists in arrays as they are.
+
+        A value None becomes NaN: whether a value is one is for who uses it to say.
+        """
+        if isinstance(rows, CandidateLists):
+            return rows
+        tuples = [tuple((v, t) for t, v in r.items()) if isinstance(r, Mapping) else r or () for r in rows]
+        flat = list(itertools.chain.from_iterable(tuples))
+        values = np.array([np.nan if value is None else value for value, _ in flat], dtype=np.float64)
+        return cls(np.array([i for _, i in flat], dtype=np.int64), _starts([len(r) for r in tuples]), values)
+
+    def _cut(self, a: int, b: int, starts: IntArray) -> Self:
+        return type(self)(self.ids[a:b], starts, self.values[a:b])
+
+    def last(self, n: int) -> Self:
+        """The last `n` positions, or as many as there are."""
+        return self.part(max(0, len(self) - n), len(self))
+
+    @overload
+    def __getitem__(self, at: int) -> TopLogProbs | None: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[TopLogProbs | None]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(*at.indices(len(self))))
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        a, b = self.starts[at % len(self)], self.starts[at % len(self) + 1]
+        return tuple(zip(self.values[a:b].tolist(), self.ids[a:b].tolist(), strict=True)) or None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def maps(self) -> list[dict[int, float]]:
+        """{id: log-prob} of each position."""
+        return [{t: v for v, t in row or ()} for row in self]
+
+    def merged(self, other: CandidateLists) -> CandidateLists:
+        """The entries of both at each position; of an id that both have, the other's."""
+        own = self.find(other.rows, other.ids)
+        kept: BoolArray = np.ones(len(self.ids), np.bool_)
+        kept[own[own >= 0]] = False
+        rows = np.concatenate((self.rows[kept], other.rows))
+        order = np.argsort(rows, kind="stable")
+        ids = np.concatenate((self.ids[kept], other.ids))[order]
+        values = np.concatenate((self.values[kept], other.values))[order]
+        return CandidateLists(ids, _starts(np.bincount(rows, minlength=len(self))), values)
+
+
+class IdText(Sequence[int]):
+    """Ids that are sent again and again with more or less of their end: a prefix shares ids and JSON text with the whole.
+
+    >>> whole = IdText([5, 67, 890])
+    >>> whole.prefix(2).json, tuple(whole.prefix(2)), whole == (5, 67, 890)
+    (b'[5,67]', (5, 67), True)
+    """
+
+    __slots__ = ("_count", "_ends", "_ids", "_text")
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids: Sequence[int] = ids
+        self._text = json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
+        digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 1
+        self._ends = np.cumsum(digits + 1) - 1  # a comma behind each but the last
+        self._count = len(ids)
+
+    def prefix(self, count: int) -> IdText:
+        """The first `count` ids."""
+        assert 0 <= count <= len(self._ids)
+        out = object.__new__(IdText)
+        out._ids, out._text, out._ends, out._count = self._ids, self._text, self._ends, count
+        return out
+
+    @property
+    def json(self) -> bytes:
+        """The list as JSON."""
+        return b"[%b]" % memoryview(self._text)[: int(self._ends[self._count - 1]) if self._count else 0]
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, slice):
+            return tuple(self._ids[i] for i in range(*at.indices(self._count)))
+        if not -self._count <= at < self._count:
+            raise IndexError(at)
+        return self._ids[at % self._count]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+_TENS = 10 ** np.arange(1, 18, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +269,7 @@ class GenerateRequest:
     """
 
     rid: str
-    input_ids: tuple[int, ...]
+    input_ids: tuple[int, ...] | IdText
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -130,6 +328,7 @@ class GenerateResult:
     `kept_ids` is there, one entry per output id, if `truncated_logprobs` was asked for: the ids that the token was
     drawn from, empty for
     the whole vocabulary. `finish_reason` is stop, length or abort; `matched` is the stop id, string or regex that ended it.
+    The four candidate lists have an entry per position; the HTTP client gives them as `CandidateLists`, which are arrays.
     """
 
     rid: str
@@ -143,10 +342,10 @@ class GenerateResult:
     cached_tokens: int = 0
     input_log_probs: tuple[float | None, ...] = ()
     input_ids: tuple[int, ...] = ()
-    output_top_logprobs: tuple[TopLogProbs, ...] = ()
-    input_top_logprobs: tuple[TopLogProbs | None, ...] = ()
-    output_token_ids_logprobs: tuple[TopLogProbs, ...] = ()
-    input_token_ids_logprobs: tuple[TopLogProbs | None, ...] = ()
+    output_top_logprobs: Sequence[TopLogProbs | None] = ()
+    input_top_logprobs: Sequence[TopLogProbs | None] = ()
+    output_token_ids_logprobs: Sequence[TopLogProbs | None] = ()
+    input_token_ids_logprobs: Sequence[TopLogProbs | None] = ()
     served_rid: str = ""
     authors: tuple[int, ...] = ()
     senior_log_probs: tuple[float | None, ...] = ()

@@ -59,6 +59,9 @@ def facts(loaded: Loaded, *, small: bool) -> None:
     columns = (
         "family",
         "vocabulary",
+        "ids",
+        "added as text",
+        "masked",
         "begin of a turn",
         "closed by",
         "ids that may end it",
@@ -67,7 +70,7 @@ def facts(loaded: Loaded, *, small: bool) -> None:
         "shows",
     )
     print("| " + " | ".join((*columns, "text, lead")) + " |")
-    print("|" + "---|" * 9)
+    print("|" + "---|" * (len(columns) + 1))
     for name, (tokenizer, chat) in loaded.items():
         t = chat.turns
         source = FAMILIES[name].real if not small and FAMILIES[name].real else "made here"
@@ -85,9 +88,10 @@ def facts(loaded: Loaded, *, small: bool) -> None:
         lead = f", {code(chat.lead)}" if chat.lead else ""
         closing = code(t.closing) if t.closing else t.closed_by
         begin = code(t.header + t.answer) if t.header + t.answer else "-"
-        print(
-            f"| {name} | {source} | {begin} | {closing} | {ends} | {opening} | {closing_mark} | {roles} | {text}{lead} |"
-        )
+        tokens, added = tokenizer.tokens, tokenizer.hf.added_tokens_decoder.values()
+        row = [name, source, f"{len(tokens.table):,}", f"{sum(not token.special for token in added)}"]
+        row += [f"{len(tokens.disproved)}", begin, closing, ends, opening, closing_mark, roles, text + lead]
+        print(f"| {' | '.join(row)} |")
 
 
 def code(text: str) -> str:

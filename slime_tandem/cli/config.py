@@ -12,8 +12,17 @@ from slime_tandem.errors import ConfigError
 
 def add(commands: flags.Commands) -> None:
     """Declare the command."""
-    parser = flags.command(commands, "config", "Check settings and print the resolved tree.")
-    parser.add_argument("--check", metavar="FILE", required=True, help="YAML file to check")
+    parser = flags.command(commands, "config", "Check settings and print the resolved tree; list what there is to set.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", metavar="FILE", help="YAML file to check")
+    what.add_argument(
+        "--list",
+        metavar="SECTION",
+        nargs="?",
+        const="",
+        default=argparse.SUPPRESS,
+        help="print every setting of a section, or of all, with its default and what it does",
+    )
     flags.add_set(parser, "overrides")
     parser.add_argument(
         "--slime",
@@ -27,7 +36,10 @@ def add(commands: flags.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree; with --slime write the launch's files and print its text for a shell."""
+    """Print the tree; with --list what there is to set; with --slime write the launch's files and print its shell text."""
+    if "list" in args:
+        print(flags.settings_text(args.list))
+        return 0
     config = RunConfig.load(args.check, args.overrides)
     if args.slime is None:
         if args.slime_flags:

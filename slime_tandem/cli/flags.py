@@ -6,54 +6,96 @@ Knows argparse and the settings tree. What a command does with its arguments is 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from collections.abc import Mapping
 from functools import cache
+from textwrap import shorten
 from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from slime_tandem.cli import completion
 from slime_tandem.config import ENTRIES, RunConfig, Thinking, choices_of, fields_of
+from slime_tandem.config.reference import own_settings, said_of, sections
 from slime_tandem.errors import ConfigError
 
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+_WIDTH = 120
+"""Of a line of help that lists sections; the rest of a section's sentence stands in docs/settings.md."""
+
+
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown for every flag, the settings list kept as it is."""
+    """Defaults shown for every flag that has one, the settings list kept as it is."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default in (None, False) or action.default == []
+        return action.help if nothing else super()._get_help_string(action)
 
 
 def command(commands: Commands, name: str, text: str, *, settings: bool = False) -> argparse.ArgumentParser:
     """The parser of a new command; `text` describes it in one line.
 
-    `settings`: it takes --config, --set and --model, which `load_config` reads, and its help lists every setting.
+    `settings`: it takes --config, --set and --model, which `load_config` reads, and its help lists their sections.
     """
-    epilog = _settings_help() if settings else None
+    epilog = _sections_help() if settings else None
     parser = commands.add_parser(name, help=text, description=text, formatter_class=_Formatter, epilog=epilog)
     if settings:
-        add_config(parser, "YAML file with settings (none: all defaults)")
-        add_set(parser, "override settings, e.g. tandem.prob_senior=0.3 (values are YAML)")
-        parser.add_argument("--model", metavar="FOLDER", help="short for --set models.senior=FOLDER")
+        group = parser.add_argument_group("settings")
+        add_config(group, "YAML file with settings (none: all defaults)")
+        add_set(group, "override settings, e.g. tandem.prob_senior=0.3 (values are YAML)")
+        group.add_argument("--model", metavar="FOLDER", help="short for --set models.senior=FOLDER")
     return parser
 
 
 @cache
-def _settings_help() -> str:
-    lines = ["settings (YAML file and --set), with defaults:"]
-    for name, default, text in fields_of():
-        lines.append(f"  {name} = {shown(default)}")
-        lines.append(f"      {text}")
-        if options := choices_of(name):
-            lines.append(f"      one of: {', '.join(options)}")
-    for where, entry in ENTRIES.items():
-        lines.append(f"each entry of `{where}`:")
-        for name, default, text in fields_of(entry, f"{where}[]."):
-            lines.append(f"  {name} = {shown(default)}" if default is not PydanticUndefined else f"  {name} (required)")
-            lines.append(f"      {text}")
+def _sections_help() -> str:
+    """A line for each section of the settings, and where all of them stand."""
+    known = list(sections())
+    width = max(len(name) for name, _ in known)
+    lines = ["sections of the settings, of the YAML file and behind --set, with how many each has:"]
+    for name, section in known:
+        count = len(own_settings(section))
+        if count:
+            said = shorten(said_of(section).partition(". ")[0].rstrip("."), _WIDTH - width - 12, placeholder=" ...")
+            lines.append(f"  {name or '(the run)':{width}}  {count:3}  {said}")
+    lines += [
+        "",
+        "every setting of a section, with its default and what it does:",
+        "  slime-tandem config --list tandem    (without a name: of all sections; the same as docs/settings.md)",
+    ]
     return "\n".join(lines).replace("%", "%%")
+
+
+def settings_text(section: str = "") -> str:
+    """Every setting of a section (of all: "") with its default, what it does, and its values where there is a choice.
+
+    Raises ConfigError for a name that is no section's.
+    """
+    known = [name for name, _ in sections()]
+    wanted = section.removesuffix("[]")
+    if wanted and wanted not in {name.removesuffix("[]") for name in known}:
+        close = difflib.get_close_matches(section, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "choose one of these"
+        raise ConfigError("--list", section, f"a section: {', '.join(name for name in known if name)}", hint)
+    lines = []
+    for name, default, text in fields_of():
+        if not wanted or name.startswith(f"{wanted}.") or name == wanted:
+            lines += [f"{name} = {shown(default)}", f"    {text}"]
+            if options := choices_of(name):
+                lines.append(f"    one of: {', '.join(options)}")
+    for where, entry in ENTRIES.items():
+        if not wanted or f"{where}[]".startswith(wanted):
+            lines.append(f"each entry of `{where}`:")
+            for name, default, text in fields_of(entry, f"{where}[]."):
+                required = default is PydanticUndefined
+                lines += [f"{name} (required)" if required else f"{name} = {shown(default)}", f"    {text}"]
+    return "\n".join(lines)
 
 
 def shown(default: object) -> str:
@@ -67,16 +109,17 @@ def shown(default: object) -> str:
     return json.dumps(default)
 
 
-def add_config(parser: argparse.ArgumentParser, text: str) -> None:
+def add_config(parser: argparse._ActionsContainer, text: str) -> None:
     """--config FILE, in `args.config`."""
     parser.add_argument("--config", metavar="FILE", help=text)
 
 
-def add_set(parser: argparse.ArgumentParser, text: str) -> None:
+def add_set(parser: argparse._ActionsContainer, text: str) -> None:
     """--set KEY=VALUE ..., which may stand several times; all in `args.overrides`."""
-    parser.add_argument(
+    action = parser.add_argument(
         "--set", dest="overrides", metavar="KEY=VALUE", action="extend", nargs="+", default=[], help=text
     )
+    vars(action)["completer"] = completion.settings  # argcomplete looks there
 
 
 def load_config(args: argparse.Namespace, more: Mapping[str, str | None] | None = None) -> RunConfig:

@@ -29,7 +29,7 @@ from slime_tandem.cli import (
     suite,
     train,
 )
-from slime_tandem.cli.completion import SHELLS, PrintCompletion
+from slime_tandem.cli.completion import SHELLS, PrintCompletion, answer_shell
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt
 
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the table's lines are no reason to fail on an ASCII terminal
     parser = parser or build_parser()
+    answer_shell(parser)
     command = parser.prog
     try:
         try:

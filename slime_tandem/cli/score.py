@@ -30,6 +30,9 @@ def add(commands: flags.Commands) -> None:
     parser.add_argument(
         "--template-kwargs", metavar="JSON", default="{}", help="variables of the teacher's chat template"
     )
+    parser.add_argument(
+        "--student-template-kwargs", metavar="JSON", default="{}", help="variables of the student's chat template"
+    )
     flags.add_dtype(parser, "weights of a server started here")
     flags.add_api_key_env(parser, "environment variable with the server's key")
     flags.add_cache_dir(parser)
@@ -52,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         thinking=args.thinking,
         template_kwargs=_json_object("--template-kwargs", args.template_kwargs),
+        student_template_kwargs=_json_object("--student-template-kwargs", args.student_template_kwargs),
         api_key=flags.api_key(args),
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -21,6 +21,11 @@ class ModelsConfig(Section):
     trust_remote_code: bool = Field(False, description="run Python code that a model folder brings")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="engine weights; the trainer keeps float32 masters"
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="passed to the chat templates of senior and junior, e.g. {enable_thinking: false}; "
+        "teachers have opd.template_kwargs",
     )
     text_markers: TextMarkers = Field(
         "escape",

@@ -32,9 +32,8 @@ def settings_markdown() -> str:
         "Each is a key of the YAML file (`tandem: {prob_senior: 0.3}`) and of `--set tandem.prob_senior=0.3`. Unknown keys,",
         "values out of range, contradictions, and settings that others make void are refused with the remedy.",
     ]
-    for name, section in _sections(RunConfig, ""):
-        lines += ["", f"## `{name}`" if name else "## The run", "", inspect.getdoc(section) or ""]
-        lines[-1] = lines[-1].partition("\n")[0]
+    for name, section in sections(RunConfig, ""):
+        lines += ["", f"## `{name}`" if name else "## The run", "", said_of(section)]
         lines += ["", "| setting | default | values | what it is |", "|---|---|---|---|"]
         for field, info in section.model_fields.items():
             if not _section_of(info.annotation):
@@ -43,15 +42,29 @@ def settings_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sections(section: type[Section], name: str) -> Iterator[tuple[str, type[Section]]]:
+def said_of(section: type[Section]) -> str:
+    """What a section is, in a line."""
+    return (inspect.getdoc(section) or "").partition("\n")[0]
+
+
+def own_settings(section: type[Section]) -> list[str]:
+    """Names of the settings of a section that are no section themselves.
+
+    >>> own_settings(RunConfig)
+    ['name', 'runs_dir', 'seed', 'control']
+    """
+    return [field for field, info in section.model_fields.items() if not _section_of(info.annotation)]
+
+
+def sections(section: type[Section] = RunConfig, name: str = "") -> Iterator[tuple[str, type[Section]]]:
     """The section and all below it, with their dotted names; the entries of a list as `name[]`."""
     yield name, section
     for field, info in section.model_fields.items():
         dotted = f"{name}.{field}" if name else field
         if inner := _section_of(info.annotation):
-            yield from _sections(inner, dotted)
+            yield from sections(inner, dotted)
         elif get_origin(info.annotation) is tuple and (entry := _section_of(get_args(info.annotation)[0])):
-            yield from _sections(entry, f"{dotted}[]")
+            yield from sections(entry, f"{dotted}[]")
 
 
 def _section_of(annotation: Any) -> type[Section] | None:

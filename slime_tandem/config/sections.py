@@ -22,7 +22,9 @@ AnswerKind = Literal["number", "math", "text", "choice"]
 ANSWER_FORMATS = ("tags", "boxed", "hash", "last_number", "last_line", "choice")
 """Built-in values of `tasks[].answer_format`."""
 
-_OF_FILES = ("instruction", "input_key", "label_key", "metadata_key", "bad_lines")
+_OF_FILES = (
+    "hub", "subset", "split", "revision", "instruction", "input_key", "label_key", "metadata_key", "bad_lines",
+)  # fmt: skip
 
 
 class TaskSpec(Section):
@@ -35,8 +37,24 @@ class TaskSpec(Section):
     )
     path: str | None = Field(
         None,
-        description="prompt file of family jsonl: JSON lines, .json, .csv, .tsv, .parquet, or .gz of these; a family of "
-        "your own may have one, too",
+        description="prompt file of family jsonl: JSON lines, .json, .csv, .tsv, .parquet, or .gz of these, or a folder "
+        "that `datasets` saved; a family of your own may have one, too",
+    )
+    hub: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+/[\w.-]+$",
+        description="in the place of a path: a dataset of the Hugging Face hub, owner/name; needs the network, or its cache",
+    )
+    subset: str | None = Field(
+        None, min_length=1, description="subset (configuration) of a dataset of the hub, as main"
+    )
+    split: str | None = Field(
+        None,
+        min_length=1,
+        description="which split of a dataset of the hub, or of a folder that holds several; null: the only one",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="commit, tag or branch of a dataset of the hub; null: the newest"
     )
     input_key: str | None = Field(
         None,
@@ -94,8 +112,11 @@ class TaskSpec(Section):
 
     @model_validator(mode="after")
     def _path_goes_with_jsonl(self) -> TaskSpec:
-        if not is_own(self.family) and (self.family == "jsonl") != (self.path is not None):
-            raise ValueError("`path` is needed by family `jsonl` and by no other; set both or neither")
+        if self.family == "jsonl":
+            if (self.path is None) == (self.hub is None):
+                raise ValueError("family `jsonl` needs either `path` (on this machine) or `hub` (owner/name)")
+        elif self.path is not None and not is_own(self.family):
+            raise ValueError("`path` is for family `jsonl` and families of your own; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -103,6 +124,15 @@ class TaskSpec(Section):
         for name in _OF_FILES:
             if self.family != "jsonl" and getattr(self, name) != TaskSpec.model_fields[name].default:
                 raise ValueError(f"`{name}` is for the rows of family `jsonl`; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _names_go_with_the_hub(self) -> TaskSpec:
+        for name in ("subset", "revision"):
+            if self.hub is None and self.family == "jsonl" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` is of a dataset of the hub; set `hub` in the place of `path`, or leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -284,10 +284,8 @@ class Aligner:
 
     `end_of_turn` is the teacher's id that closes a turn, -1: none does alone; `turn_ends` are all that may (before another
     role's turn). `special` shows what becomes of each special token. `same_vocabulary`: the two share every id, so that the
-    student's ids are sent as they are (not with `reuse_ids=False`). `lead`: the text that the teacher's template and tokenizer
-    put between the opening of an assistant turn and its content, `own_lead` the student's (`tokens.reading.lead_of`; a space,
-    for many a SentencePiece model): where a turn begins and `write` is told no other, the teacher reads its own instead of the
-    student's. Make one per pair of vocabularies and keep it: it holds their tables (a few megabytes).
+    student's ids are sent as they are (not with `reuse_ids=False`). Make one per pair of vocabularies and keep it: it holds
+    their tables (a few megabytes).
 
     >>> s = TokenBytes((b"a", b"b", b"ab", None), frozenset({3}), frozenset({3}))
     >>> t = TokenBytes((None, b"b", b"a", b"bb"), frozenset({0}), frozenset({0}))
@@ -311,10 +309,7 @@ class Aligner:
         thinking: Thinking = "keep",
         reuse_ids: bool = True,
         turn_ends: frozenset[int] = frozenset(),
-        lead: str = "",
-        own_lead: str = "",
     ) -> None:
-        self.lead, self.own_lead = lead, own_lead
         self.student, self.teacher, self.thinking, self.end_of_turn = student, teacher, thinking, end_of_turn
         self.special: SpecialMap = map_special_tokens(student, teacher, end_of_turn, thinking)
         self.turn_ends = turn_ends | ({end_of_turn} if end_of_turn >= 0 else set())
@@ -369,7 +364,7 @@ class Aligner:
         special_at: list[int] = []
         parts: list[_Piece | None] = []
         at = out = 0
-        before: Literal["opening", "special", "bridge"] = "opening"
+        behind_special = False
         for start, stop, what in [*cuts, (len(stream), len(stream), ())]:
             if start > at:
                 data = stream[at:start]
@@ -379,7 +374,7 @@ class Aligner:
                     piece = own[length[first : last + 1] > 0].tolist()
                     read = ReadText("", data)
                 else:
-                    read = self._read(data, lead_at.get(at), turn=before != "special")
+                    read = self._read(data, lead_at.get(at), behind_special=behind_special)
                     encoded = encode(read.text)
                     piece = encoded.tolist() if isinstance(encoded, np.ndarray) else encoded
                 marks.append(self._to.clip(piece))
@@ -398,7 +393,7 @@ class Aligner:
             else:
                 ids += what
                 marks.append(np.full(len(what), self._to.unknown))
-            before = "special" if isinstance(what, int) else "bridge"
+            behind_special = isinstance(what, int)
             at = stop
         return TeacherText(
             tuple(ids),
@@ -415,17 +410,14 @@ class Aligner:
             lambda: self._zones(parts, encode),
         )
 
-    def _read(self, data: bytes, told: tuple[int, str] | None, *, turn: bool) -> ReadText:
-        """A piece of text for the teacher, with what stands in front of one where a turn begins, or behind a special token."""
+    def _read(self, data: bytes, told: tuple[int, str] | None, *, behind_special: bool) -> ReadText:
+        """A piece of text for the teacher, with what it is told to read in front, or its tokenizer has behind special tokens."""
         if told is not None:
             drop, lead = told
             return lead_with(read_text(data[drop:], self.teacher), lead, drop)
-        if turn:
-            own = len(self.own_lead.encode()) if data.startswith(self.own_lead.encode()) else 0
-            if self.lead == (self.own_lead if own else ""):
-                return read_text(data, self.teacher)
-            return lead_with(read_text(data[own:], self.teacher), self.lead, own)
         read = read_text(data, self.teacher)
+        if not behind_special:
+            return read
         there = self.teacher.dummy_prefix == "missing" and read.spelt.startswith(b" ")
         return read if there or self.teacher.dummy_prefix == "no" else lead_with(read, " ")
 

@@ -8,9 +8,8 @@ decided here.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,14 +24,12 @@ from slime_tandem.errors import (
     TeacherScoreError,
     WeightVersionError,
 )
-from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest, GenerateResult, IdsAt, IdText, TopLogProbs
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
 
 _WINDOW, _WINDOW_VALUES = 32, 1024
 """Most positions and values per request for exact log-probs: it answers for every asked id at every position of it."""
-
-LogProbsById = Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -93,39 +90,48 @@ def _least_likely_first(tokens: TokenBytes) -> list[tuple[int, bytes | None]]:
     return [(i, tokens.table[i]) for i in sorted(range(len(tokens.table)), key=rank)]
 
 
-def top_of(result: GenerateResult, n: int, role: str) -> list[dict[int, float]]:
-    """The last `n` positions' top lists of a scored input, as {id: log-prob}; raises TeacherScoreError for an unusable one."""
-    lists = result.input_top_logprobs[-n:] if n else ()
-    return [_checked(entry, result.rid, position, role) for position, entry in _exactly(lists, n, result.rid, role)]
+def top_of(result: GenerateResult, n: int, role: str) -> CandidateLists:
+    """The last `n` positions' top lists of a scored input; raises TeacherScoreError for an unusable one."""
+    return _checked(_last(result.input_top_logprobs, n, result.rid, role), result.rid, 0, role)
 
 
-def _exactly(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -> list[tuple[int, TopLogProbs | None]]:
-    if len(lists) < n:
+def _last(lists: Sequence[TopLogProbs | None], n: int, rid: str, role: str) -> CandidateLists:
+    found = CandidateLists.of(lists)
+    if len(found) < n:
         raise TeacherScoreError(
-            f"{role} answer {rid}", f"{len(lists)} lists", f"one for each of {n} tokens", f"see the {role}'s log"
+            f"{role} answer {rid}", f"{len(found)} lists", f"one for each of {n} tokens", f"see the {role}'s log"
         )
-    return list(enumerate(lists))
+    return found.last(n)
 
 
-def _checked(entry: TopLogProbs | None, rid: str, position: int, role: str) -> dict[int, float]:
-    out: dict[int, float] = {}
-    for value, token in entry or ():
-        if value is None or not math.isfinite(value) or value > 1e-4:
-            raise TeacherScoreError(
-                f"{role} answer {rid}, response position {position}, candidate {token}",
-                value,
-                "a finite log-probability of at most 0",
-                f"the {role}'s server is faulty or gives the token no probability at all",
-            )
-        out[int(token)] = min(float(value), 0.0)
-    if not out:
+def _checked(lists: CandidateLists, rid: str, first: int, role: str) -> CandidateLists:
+    """The lists with values of at most 0, each id once; positions are counted from `first` in messages."""
+    bad = np.flatnonzero(~(np.isfinite(lists.values) & (lists.values <= 1e-4)))
+    empty = np.flatnonzero(lists.counts == 0)
+    if len(bad) and not (len(empty) and empty[0] < lists.rows[bad[0]]):
+        value = float(lists.values[bad[0]])
         raise TeacherScoreError(
-            f"{role} answer {rid}, response position {position}",
-            entry,
+            f"{role} answer {rid}, response position {first + lists.rows[bad[0]]}, candidate {lists.ids[bad[0]]}",
+            value,
+            "a finite log-probability of at most 0",
+            f"the {role}'s server is faulty or gives the token no probability at all",
+        )
+    if len(empty):
+        raise TeacherScoreError(
+            f"{role} answer {rid}, response position {first + empty[0]}",
+            None,
             "a list of candidates",
             f"check the {role}'s server or router (some drop log-prob fields: sglang #10764, #10766)",
         )
-    return out
+    return _each_once(CandidateLists(lists.ids, lists.starts, np.minimum(lists.values, 0.0)))
+
+
+def _each_once(lists: CandidateLists) -> CandidateLists:
+    """Lists without ids that a position has already: the last value counts, at the first one's place."""
+    keys = np.sort((lists.rows << 32) | lists.ids)
+    if not (keys[1:] == keys[:-1]).any():
+        return lists
+    return CandidateLists.of(lists.maps())
 
 
 async def ask_each(engine: Engine, requests: Sequence[GenerateRequest]) -> list[GenerateResult | TeacherScoreError]:
@@ -146,7 +152,7 @@ async def ask_each(engine: Engine, requests: Sequence[GenerateRequest]) -> list[
 
 @dataclass(frozen=True)
 class ExactQuery:
-    """Ids `wanted` at every position of `response` [R], which the engine knows as `prompt` + `response`.
+    """Ids `wanted` at each position of `response` [R], which the engine knows as `prompt` + `response`; each id once.
 
     `conversation`: the name under which the engine has read both (`GenerateRequest.conversation`).
     """
@@ -154,116 +160,148 @@ class ExactQuery:
     rid: str
     prompt: Sequence[int]
     response: Sequence[int]
-    wanted: Sequence[frozenset[int]]
+    wanted: IdsAt
     conversation: str | None = None
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Positions `[start, stop)` of query number `query` that are asked for together, with `ids` in ascending order."""
+
+    query: int
+    start: int
+    stop: int
+    ids: tuple[int, ...]
 
 
 async def exact_log_probs(
     engine: Engine, queries: Sequence[ExactQuery], *, role: str, max_batch: int = 128, temperature: float = 1.0
-) -> list[list[dict[int, float]] | TeacherScoreError]:
-    """Log-probs (nats, at `temperature`) of the wanted ids at every position [R] of each query, exact.
+) -> list[CandidateLists | TeacherScoreError]:
+    """Log-probs (nats, at `temperature`) of the wanted ids of each query, exact; in the places of `ExactQuery.wanted`.
 
     A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. A
     query whose answer lacks a value is a TeacherScoreError in its place.
     """
-    requests: list[GenerateRequest] = []
-    spans: list[tuple[int, int, int]] = []
-    for q, query in enumerate(queries):
-        assert len(query.wanted) == len(query.response)
-        for start, stop in _windows(query.wanted):
-            ids = frozenset().union(*query.wanted[start:stop])
-            requests.append(
-                GenerateRequest(
-                    rid=f"{query.rid}-at-{start}",
-                    input_ids=(*query.prompt, *query.response[:stop]),
-                    max_new_tokens=0,
-                    logprob_start_len=len(query.prompt) + start - 1,
-                    token_ids_logprob=tuple(sorted(ids)),
-                    conversation=query.conversation,
-                    input_temperature=temperature,
-                )
+    whole = [IdText([*query.prompt, *query.response]) for query in queries]
+    windows = [_Window(q, *window) for q, query in enumerate(queries) for window in _windows(query.wanted)]
+    found = [np.zeros(len(query.wanted.ids)) for query in queries]
+    faults: dict[int, TeacherScoreError] = {}
+    for at in range(0, len(windows), max_batch):
+        part = windows[at : at + max_batch]
+        requests = [
+            GenerateRequest(
+                rid=f"{queries[w.query].rid}-at-{w.start}",
+                input_ids=whole[w.query].prefix(len(queries[w.query].prompt) + w.stop),
+                max_new_tokens=0,
+                logprob_start_len=len(queries[w.query].prompt) + w.start - 1,
+                token_ids_logprob=w.ids,
+                conversation=queries[w.query].conversation,
+                input_temperature=temperature,
             )
-            spans.append((q, start, stop))
-    out: list[list[dict[int, float]] | TeacherScoreError] = [[{} for _ in q.response] for q in queries]
-    results: list[GenerateResult | TeacherScoreError] = []
-    for at in range(0, len(requests), max_batch):
-        results += await ask_each(engine, requests[at : at + max_batch])
-    for (q, start, stop), result in zip(spans, results, strict=True):
-        mine = out[q]
-        try:
-            if isinstance(result, TeacherScoreError):
-                raise result
-            if not isinstance(mine, TeacherScoreError):
-                mine[start:stop] = _answers(result, queries[q].wanted[start:stop], start, role)
-        except TeacherScoreError as error:
-            out[q] = error
-    return out
+            for w in part
+        ]
+        for w, result in zip(part, await ask_each(engine, requests), strict=True):
+            wanted = queries[w.query].wanted
+            into = found[w.query][wanted.starts[w.start] : wanted.starts[w.stop]]
+            try:
+                if isinstance(result, TeacherScoreError):
+                    raise result
+                into[:] = _answers(result, wanted.part(w.start, w.stop), w, role)
+            except TeacherScoreError as error:
+                faults.setdefault(w.query, error)
+    return [
+        faults.get(q) or CandidateLists(query.wanted.ids, query.wanted.starts, values)
+        for q, (query, values) in enumerate(zip(queries, found, strict=True))
+    ]
 
 
-def _windows(wanted: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
-    """Stretches `[start, stop)` that begin and end with a position that wants something and hold all of those.
+def _windows(wanted: IdsAt) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Stretches `[start, stop)` that begin and end with a position that wants something, and all ids of each, ascending.
 
-    >>> _windows([frozenset(), frozenset({1}), frozenset(), frozenset({2}), frozenset()])
-    [(1, 4)]
+    >>> _windows(IdsAt.of([[], [1], [], [2], []]))
+    [(1, 4, (1, 2))]
     """
-    out: list[tuple[int, int]] = []
-    ids: frozenset[int] = frozenset()
-    for at, here in enumerate(wanted):
-        if not here:
-            continue
-        start = out[-1][0] if out else at
+    out: list[tuple[int, int, tuple[int, ...]]] = []
+    flat, bounds = wanted.ids.tolist(), wanted.starts.tolist()
+    ids: set[int] = set()
+    start = stop = -1
+    for at in np.flatnonzero(wanted.counts).tolist():
+        here = flat[bounds[at] : bounds[at + 1]]
+        new = [i for i in here if i not in ids]
         width = at + 1 - start
-        if out and width <= _WINDOW and width * len(ids | here) <= _WINDOW_VALUES:
-            out[-1], ids = (start, at + 1), ids | here
+        if ids and width <= _WINDOW and width * (len(ids) + len(new)) <= _WINDOW_VALUES:
+            ids.update(new)
         else:
-            out.append((at, at + 1))
-            ids = here
+            if ids:
+                out.append((start, stop, tuple(sorted(ids))))
+            start, ids = at, set(here)
+        stop = at + 1
+    if ids:
+        out.append((start, stop, tuple(sorted(ids))))
     return out
 
 
-def _answers(result: GenerateResult, wanted: Sequence[frozenset[int]], start: int, role: str) -> list[dict[int, float]]:
-    n, out = len(wanted), []
-    for at, entry in _exactly(result.input_token_ids_logprobs[-n:], n, result.rid, role):
-        given = {token: value for value, token in entry or ()}  # of every id of the window: most are other positions'
-        if missing := wanted[at] - given.keys():
+def _answers(result: GenerateResult, wanted: IdsAt, window: _Window, role: str) -> FloatArray:
+    """The values [N] of what a window wants, of an answer that has every id of the window at each of its positions."""
+    given = _last(result.input_token_ids_logprobs, len(wanted), result.rid, role)
+    asked = np.array(window.ids, dtype=np.int64)
+    table = given.ids.reshape(len(wanted), -1) if len(given.ids) == len(wanted) * len(asked) else None
+    if table is not None and (table == asked).all():  # as they were asked for, as servers answer
+        at = wanted.rows * len(asked) + np.searchsorted(asked, wanted.ids)
+    else:
+        at = given.find(wanted.rows, wanted.ids)
+        if (at < 0).any():
+            row = wanted.rows[at < 0].min()
+            lacking = wanted.ids[(at < 0) & (wanted.rows == row)].min()
             raise TeacherScoreError(
-                f"{role} answer {result.rid}, response position {start + at}",
-                f"no log-prob of id {min(missing)}",
+                f"{role} answer {result.rid}, response position {window.start + row}",
+                f"no log-prob of id {lacking}",
                 "one for every id that was asked for",
                 f"see the {role}'s log",
             )
-        mine = tuple((given[i], i) for i in wanted[at])
-        out.append(_checked(mine, result.rid, start + at, role) if mine else {})
-    return out
+    values = given.values[at]
+    bad = np.flatnonzero(~(np.isfinite(values) & (values <= 1e-4)))
+    if len(bad):
+        where = f"response position {window.start + wanted.rows[bad[0]]}, candidate {wanted.ids[bad[0]]}"
+        raise TeacherScoreError(
+            f"{role} answer {result.rid}, {where}",
+            float(values[bad[0]]),
+            "a finite log-probability of at most 0",
+            f"the {role}'s server is faulty or gives the token no probability at all",
+        )
+    return np.minimum(values, 0.0)
 
 
-def require_whole(lists: Sequence[LogProbsById], k: int, role: str) -> None:
+def require_whole(lists: CandidateLists, k: int, role: str) -> None:
     """Raise TeacherScoreError for a list of less than `k` entries: a server's own limit must not pass for a short list."""
-    for position, entries in enumerate(lists):
-        if len(entries) < k:
-            raise TeacherScoreError(
-                f"{role} answer, response position {position}",
-                f"{len(entries)} candidates",
-                f"the {k} that were asked for",
-                f"lower opd.selection.top_k, or raise the limit of the {role}'s server",
-            )
+    short = np.flatnonzero(lists.counts < k)
+    if len(short):
+        raise TeacherScoreError(
+            f"{role} answer, response position {short[0]}",
+            f"{lists.counts[short[0]]} candidates",
+            f"the {k} that were asked for",
+            f"lower opd.selection.top_k, or raise the limit of the {role}'s server",
+        )
 
 
 def missing_on(
-    own: Sequence[LogProbsById],
-    other: Sequence[LogProbsById],
-    counterpart: IntArray,
-    at: Sequence[int],
-    partner: Sequence[int],
-) -> list[frozenset[int]]:
+    own: CandidateLists, other: CandidateLists, counterpart: IntArray, at: IntArray, partner: IntArray
+) -> IdsAt:
     """Per position of `own`: ids that `other` lists there (through `counterpart`) and `own` does not. `at` pairs `partner`."""
-    wanted: list[frozenset[int]] = [frozenset()] * len(own)
-    flat = np.fromiter(itertools.chain.from_iterable(other[j] for j in partner), np.int64)
-    listed = iter(SameTokens.of(counterpart, flat).tolist())
-    for i, j in zip(at, partner, strict=True):
-        known = own[i]
-        wanted[i] = frozenset([t for t in itertools.islice(listed, len(other[j])) if t >= 0 and t not in known])
-    return wanted
+    picked = _taken(other, partner)
+    rows, ids = at[picked.rows], SameTokens.of(counterpart, picked.ids)
+    lacking = (ids >= 0) & (own.find(rows, ids) < 0)
+    keys = np.unique((rows[lacking] << 32) | ids[lacking])
+    counts = np.bincount(keys >> 32, minlength=len(own)) if len(keys) else np.zeros(len(own), dtype=np.int64)
+    return IdsAt(keys & (2**32 - 1), np.concatenate(([0], np.cumsum(counts, dtype=np.int64))))
+
+
+def _taken(lists: CandidateLists, at: IntArray) -> CandidateLists:
+    """The lists of positions `at` [n], in that order."""
+    counts = lists.counts[at]
+    starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    places = np.arange(starts[-1]) + np.repeat(lists.starts[:-1][at] - starts[:-1], counts)
+    return CandidateLists(lists.ids[places], starts, lists.values[places])
 
 
 def gather_candidates(
@@ -271,8 +309,8 @@ def gather_candidates(
     same: SameTokens,
     support: Support,
     k: int,
-    teacher: Sequence[LogProbsById],
-    student: Sequence[LogProbsById] | None,
+    teacher: CandidateLists,
+    student: CandidateLists | None,
 ) -> Candidates:
     """The [R, K] arrays (2K wide with `union`) at paired positions, most likely under the teacher first; elsewhere none.
 
@@ -280,37 +318,54 @@ def gather_candidates(
     candidate of the support whose teacher value is not known is a bug of the caller.
     """
     R, width = len(aligned.teacher_index), 2 * k if support == "union" else k
+    at = np.flatnonzero(aligned.teacher_index >= 0)
+    partner = aligned.teacher_index[at]
+    rows, tokens, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    if support != "student":
+        best = _best(_taken(teacher, partner), k)
+        counterpart = same.of(same.student_of, best.ids)
+        there = counterpart >= 0
+        rows.append(at[best.rows[there]])
+        tokens.append(counterpart[there])
+        values.append(best.values[there])
+    if support != "teacher":
+        assert student is not None
+        best = _best(_taken(student, at), k)
+        counterpart = same.of(same.teacher_of, best.ids)
+        # Several ends of turn share one counterpart: its mass must not count twice.
+        there = (counterpart >= 0) & (same.of(same.student_of, counterpart) == best.ids)
+        found = teacher.find(partner[best.rows[there]], counterpart[there])
+        assert (found >= 0).all(), "a candidate without a value of the teacher's"
+        rows.append(at[best.rows[there]])
+        tokens.append(best.ids[there])
+        values.append(teacher.values[found])
+    row, token, value = map(np.concatenate, (rows, tokens, values))
+    _, first = np.unique((row << 32) | token, return_index=True)  # in a union both sides may have it
+    row, token, value = row[first], token[first], value[first]
+    order = np.lexsort((token, -value, row))
+    row, token, value = row[order], token[order], value[order]
+    column = np.arange(len(row)) - np.searchsorted(row, row)
     ids = np.full((R, width), -1, dtype=np.int64)
     t_lp, s_lp = np.zeros((R, width)), np.zeros((R, width))
-    for i in np.flatnonzero(aligned.teacher_index >= 0).tolist():
-        known_t = teacher[int(aligned.teacher_index[i])]
-        known_s: LogProbsById = {} if student is None else student[i]
-        chosen: dict[int, float] = {}
-        if support != "student":
-            for token, value in _best(known_t, k):
-                counterpart = int(same.student_of[token]) if token < len(same.student_of) else -1
-                if counterpart >= 0:
-                    chosen[counterpart] = value
-        if support != "teacher":
-            assert student is not None
-            for token, _ in _best(known_s, k):
-                counterpart = int(same.teacher_of[token]) if token < len(same.teacher_of) else -1
-                # Several ends of turn share one counterpart: its mass must not count twice.
-                if counterpart >= 0 and int(same.student_of[counterpart]) == token:
-                    chosen[token] = known_t[counterpart]
-        for column, (token, value) in enumerate(_best(chosen, width)):
-            ids[i, column], t_lp[i, column] = token, value
-            s_lp[i, column] = known_s.get(token, math.nan)
+    ids[row, column], t_lp[row, column], s_lp[row, column] = token, value, math.nan
+    if student is not None:
+        there_too = student.find(row, token)
+        s_lp[row, column] = np.where(there_too >= 0, _at(student.values, there_too), math.nan)
     return Candidates(ids, t_lp, s_lp)
+
+
+def _at(values: FloatArray, places: IntArray) -> FloatArray:
+    """`values` at `places`; anything where a place is -1."""
+    return values[places] if len(values) else np.zeros(places.shape)
 
 
 def gather_lists(
     aligned: Alignment,
     same: SameTokens,
     k: int,
-    teacher: Sequence[LogProbsById],
-    student: Sequence[LogProbsById],
-    exact: tuple[Sequence[LogProbsById], Sequence[LogProbsById]] | None,
+    teacher: CandidateLists,
+    student: CandidateLists,
+    exact: tuple[CandidateLists, CandidateLists] | None,
 ) -> TopLists:
     """The lists [R, K] of both sides at paired positions, restricted to byte strings that both vocabularies hold.
 
@@ -319,17 +374,18 @@ def gather_lists(
     """
     at = np.flatnonzero(aligned.teacher_index >= 0)
     partner = aligned.teacher_index[at]
-    s_known, t_known = [student[i] for i in at.tolist()], [teacher[j] for j in partner.tolist()]
-    s_ids, s_values = _columns(s_known, k)
-    t_own, t_values = _columns(t_known, k)
+    s_ids, s_values = _columns(_taken(student, at), k)
+    t_own, t_values = _columns(_taken(teacher, partner), k)
     counterpart = same.of(same.teacher_of, s_ids)
     # Several ends of turn share one counterpart: one counts.
     s_ids = np.where(same.of(same.student_of, counterpart) == s_ids, s_ids, -1)
     t_ids = same.of(same.student_of, t_own)
     values = [s_values, t_values]
     if exact is not None:
-        s_beyond, t_beyond = [exact[1][i] for i in at.tolist()], [exact[0][j] for j in partner.tolist()]
-        values += [_values(counterpart, s_ids, t_known, t_beyond), _values(t_ids, t_ids, s_known, s_beyond)]
+        values += [
+            _values(counterpart, s_ids, partner, teacher, exact[0]),
+            _values(t_ids, t_ids, at, student, exact[1]),
+        ]
     R = len(aligned.teacher_index)
     ids = np.full((2, R, k), -1, dtype=np.int64)
     ids[:, at] = s_ids, t_ids
@@ -338,26 +394,31 @@ def gather_lists(
     return TopLists(ids[0], log_probs[0], ids[1], log_probs[1], *log_probs[2:])
 
 
-def _columns(known: Sequence[LogProbsById], k: int) -> tuple[IntArray, FloatArray]:
-    """Ids and log-probs [n, k] of the best `k` entries at each position."""
-    if {len(entries) for entries in known} == {k}:
-        all_ids = np.fromiter(itertools.chain.from_iterable(known), np.int64).reshape(-1, k)
-        all_values = np.fromiter(itertools.chain.from_iterable(e.values() for e in known), np.float64).reshape(-1, k)
-        order = np.lexsort((all_ids, -all_values), axis=-1)
-        return np.take_along_axis(all_ids, order, 1), np.take_along_axis(all_values, order, 1)
-    best = [_best(entries, k) for entries in known]
-    ids = np.array([[i for i, _ in row] for row in best], dtype=np.int64).reshape(-1, k)
-    return ids, np.array([[v for _, v in row] for row in best], dtype=np.float64).reshape(-1, k)
+def _columns(known: CandidateLists, k: int) -> tuple[IntArray, FloatArray]:
+    """Ids and log-probs [n, k] of the best `k` entries at each position, which has as many."""
+    best = _best(known, k)
+    return best.ids.reshape(-1, k), best.values.reshape(-1, k)
 
 
-def _values(ids: IntArray, used: IntArray, known: Sequence[LogProbsById], beyond: Sequence[LogProbsById]) -> FloatArray:
-    """Log-probs [n, k] of `ids` where `used` is an id, from a side's lists and what was asked for beyond them."""
-    out = [
-        [(a[i] if i in a else b[i]) if ok else 0.0 for i, ok in zip(row, oks, strict=True)]
-        for row, oks, a, b in zip(ids.tolist(), (used >= 0).tolist(), known, beyond, strict=True)
-    ]
-    return np.array(out, dtype=np.float64).reshape(ids.shape)
+def _best(known: CandidateLists, k: int) -> CandidateLists:
+    """The likeliest `k` entries of each position, likeliest first, by ids where that is equal."""
+    counts = known.counts
+    if len(counts) and (counts == counts[0]).all():
+        ids, values = known.ids.reshape(len(counts), -1), known.values.reshape(len(counts), -1)
+        order = np.lexsort((ids, -values), axis=-1)[:, :k]
+        starts = np.arange(len(counts) + 1, dtype=np.int64) * order.shape[1]
+        ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+        return CandidateLists(ids.ravel(), starts, values.ravel())
+    order = np.lexsort((known.ids, -known.values, known.rows))
+    order = order[np.arange(len(order)) - known.starts[known.rows[order]] < k]
+    starts = np.concatenate(([0], np.cumsum(np.minimum(counts, k), dtype=np.int64)))
+    return CandidateLists(known.ids[order], starts, known.values[order])
 
 
-def _best(known: LogProbsById, k: int) -> list[tuple[int, float]]:
-    return sorted(known.items(), key=lambda item: (-item[1], item[0]))[:k]
+def _values(ids: IntArray, used: IntArray, rows: IntArray, known: CandidateLists, beyond: CandidateLists) -> FloatArray:
+    """Log-probs [n, k] of `ids` where `used` is an id, at positions `rows` [n] of a side: from its lists, else beyond them."""
+    at = np.broadcast_to(rows[:, None], ids.shape)
+    listed, asked = known.find(at, ids), beyond.find(at, ids)
+    assert ((used < 0) | (listed >= 0) | (asked >= 0)).all(), "missing_on asks for what the lists lack"
+    values = np.where(listed >= 0, _at(known.values, listed), _at(beyond.values, asked))
+    return np.where(used >= 0, values, 0.0)

@@ -16,7 +16,7 @@ from slime_tandem.distill.alignment import count_reasons
 from slime_tandem.distill.candidates import ask_each, top_of
 from slime_tandem.distill.teacher import Scoring, Teacher
 from slime_tandem.errors import DataError, TeacherScoreError
-from slime_tandem.protocol import Engine, GenerateRequest
+from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest
 from slime_tandem.types import AlignedScores, Prompt, TandemSample
 
 TEACHER_KEY = "teacher"
@@ -27,12 +27,12 @@ SAMPLED = Scoring()
 
 async def student_candidates(
     engine: Engine, samples: Sequence[TandemSample], k: int, *, max_batch: int = 128
-) -> list[list[dict[int, float]] | TeacherScoreError]:
+) -> list[CandidateLists | TeacherScoreError]:
     """The student's own top-K at each response position, per sample: what `support` student and union start from.
 
     Scored afresh at temperature 1 over the full distribution, because junior tokens were sampled by somebody else.
     """
-    out: list[list[dict[int, float]] | TeacherScoreError] = []
+    out: list[CandidateLists | TeacherScoreError] = []
     for at in range(0, len(samples), max_batch):
         part = samples[at : at + max_batch]
         requests = [
@@ -103,7 +103,7 @@ class TeacherPanel:
         `plain`: log-probs of the sampled tokens alone. A sample of several teachers fails if one of them does.
         """
         scoring = replace(self.scoring, top_k=0, lists=0) if plain else self.scoring
-        tops: list[list[dict[int, float]] | TeacherScoreError] | None = None
+        tops: list[CandidateLists | TeacherScoreError] | None = None
         if scoring.of_student:
             if senior is None:
                 raise DataError("senior", None, "its engine, for its candidates", "pass it")

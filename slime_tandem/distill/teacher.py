@@ -41,13 +41,14 @@ from slime_tandem.errors import (
     UnreadTemplateError,
     UnreadToolsError,
 )
-from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult, same_ids
+from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import Frame, Markup, Turns
-from slime_tandem.types import AlignedScores, FloatArray, Message, TandemSample
+from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, TandemSample
 
-StudentTop = Sequence[Mapping[int, float]]
-"""A student's top-K at each response position [R], as {id: log-prob}, nats."""
+StudentTop = CandidateLists | Sequence[Mapping[int, float]]
+"""A student's top-K at each response position [R], nats: as arrays, or as {id: log-prob}."""
+_NONE = CandidateLists.of(())
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,12 @@ class Teacher:
         log_probs = response_log_probs(result, plan.text.ids, self.name)
         aligned = self.aligner.align(plan.text)
         scores = aligned.scores(log_probs, scoring.policy, sample.log_probs)
-        known = top_of(result, len(plan.text.ids), self.name) if scoring.widest else []
+        known = top_of(result, len(plan.text.ids), self.name) if scoring.widest else _NONE
+        student = CandidateLists.of(student_top or ())
         if scoring.lists:
-            assert student_top is not None
             require_whole(known, scoring.lists, self.name)
-            require_whole(student_top, scoring.lists, "senior")
-        return _View(sample, plan, aligned, scores, known, student_top or ())
+            require_whole(student, scoring.lists, "senior")
+        return _View(sample, plan, aligned, scores, known, student)
 
     async def _compare(
         self, views: Sequence[_View], scoring: Scoring, senior: Engine | None
@@ -245,8 +246,10 @@ class Teacher:
         if not scoring.widest:
             return [view.scores for view in views]
         cross = bool(scoring.lists and scoring.cross)
-        of_teacher: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.known] for v in views]
-        of_student: Sequence[Sequence[dict[int, float]] | TeacherScoreError] = [[{} for _ in v.student] for v in views]
+        of_teacher: Sequence[CandidateLists | TeacherScoreError] = [
+            CandidateLists.of([None] * len(v.known)) for v in views
+        ]
+        of_student: Sequence[CandidateLists | TeacherScoreError] = [_NONE for v in views]
         if scoring.support != "teacher" or cross:
             queries = [v.of_teacher(self.same_tokens) for v in views]
             of_teacher = await exact_log_probs(
@@ -263,7 +266,7 @@ class Teacher:
                 continue
             candidates, lists = None, None
             if scoring.top_k:
-                known = [{**a, **b} for a, b in zip(view.known, exact_t, strict=True)]
+                known = view.known.merged(exact_t)
                 student = view.student if scoring.support != "teacher" else None
                 candidates = gather_candidates(
                     view.aligned, self.same_tokens, scoring.support, scoring.top_k, known, student
@@ -386,14 +389,14 @@ class _View:
     plan: _Plan
     aligned: Alignment
     scores: AlignedScores
-    known: Sequence[dict[int, float]]
-    student: StudentTop
+    known: CandidateLists
+    student: CandidateLists
 
     @property
-    def pairs(self) -> tuple[list[int], list[int]]:
+    def pairs(self) -> tuple[IntArray, IntArray]:
         """(student positions, their teacher positions)."""
         at = np.flatnonzero(self.aligned.teacher_index >= 0)
-        return at.tolist(), self.aligned.teacher_index[at].tolist()
+        return at, self.aligned.teacher_index[at]
 
     def of_teacher(self, same: SameTokens) -> ExactQuery:
         """The student's entries that the teacher's lists do not hold."""

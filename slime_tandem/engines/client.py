@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import math
+import operator
 import random
 import secrets
 import time
@@ -23,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from slime_tandem.engines import handoff_wire
 from slime_tandem.errors import (
@@ -31,7 +33,7 @@ from slime_tandem.errors import (
     EngineUnavailableError,
     WeightVersionError,
 )
-from slime_tandem.protocol import GenerateRequest, GenerateResult, TopLogProbs
+from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdText
 from slime_tandem.types import JUNIOR
 
 try:  # SGLang brings it, so it is there where answers are large
@@ -402,7 +404,7 @@ class EngineClient:
                 "was retracted, output_streamer.py:444)",
             )
         log_probs = self._finites(f"{where} output_token_logprobs", [e[0] for e in entries])
-        if [e[1] for e in entries] != output_ids:
+        if list(map(_SECOND, entries)) != output_ids:
             raise self._bad(f"{where} output_token_logprobs", "other ids", "the ids of output_ids")
         return (), log_probs, ()
 
@@ -524,19 +526,28 @@ class EngineClient:
                 entries = (meta.get(name) or []) if count else []
                 if len(entries) != count:
                     raise self._bad(f"{where} {name}", f"{len(entries)} entries", f"{count}, one per position")
-                found[name] = tuple(
-                    None if side == "input" and i == 0 and not e else self._pairs(f"{where} {name}[{i}]", e)
-                    for i, e in enumerate(entries)
-                )
+                found[name] = self._lists(f"{where} {name}", entries, may_lack_first=side == "input")
         return found
 
-    def _pairs(self, where: str, entry: Any) -> TopLogProbs:
-        if not isinstance(entry, list):
-            raise self._bad(where, entry, "a list of [log-prob, id, text]")
-        values = [e[0] for e in entry]
-        if _are_finite(values):
-            return tuple(zip(values, [int(e[1]) for e in entry], strict=True))
-        return tuple((self._finite(where, e[0]), int(e[1])) for e in entry)
+    def _lists(self, where: str, entries: Sequence[Any], *, may_lack_first: bool) -> CandidateLists:
+        """Lists of [log-prob, id, text] in arrays; the first may be missing where nothing predicts the first token."""
+        rows = [[], *entries[1:]] if may_lack_first and entries and not entries[0] else entries
+        for i, row in enumerate(rows):
+            if type(row) is not list:
+                raise self._bad(f"{where}[{i}]", row, "a list of [log-prob, id, text]")
+        flat = list(itertools.chain.from_iterable(rows))
+        starts = np.concatenate(([0], np.cumsum(list(map(len, rows)), dtype=np.int64)))
+        try:
+            values, ids = list(map(_FIRST, flat)), list(map(_SECOND, flat))
+            if set(map(type, ids)) - {int}:
+                ids = [int(i) for i in ids]
+            found = np.array(ids, dtype=np.int64)
+        except (TypeError, ValueError, LookupError, OverflowError):
+            raise self._bad(where, str(flat)[:120], "lists of [log-prob, id, text]") from None
+        if not _are_finite(values):
+            places = np.repeat(np.arange(len(rows)), np.diff(starts)).tolist()
+            values = [self._finite(f"{where}[{i}]", value) for i, value in zip(places, values, strict=True)]
+        return CandidateLists(found, starts, np.array(values, dtype=np.float64))
 
     def _finites(self, where: str, values: Sequence[Any], first: int = 0, what: str = "") -> tuple[float, ...]:
         """`_finite` of all; the place of one in a message counts from `first`."""
@@ -555,17 +566,27 @@ def _are_finite(values: Sequence[Any]) -> bool:
     return set(map(type, values)) == {float} and math.isfinite(sum(values))
 
 
+_FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
+
+
 _IDS = ("input_ids", "token_ids_logprob")
 """The parts of a request that are long: ids and nothing else."""
 
 
 def _encoded(content: dict[str, Any]) -> bytes:
     """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null: it is given ids alone."""
-    ids = {name: content[name] for name in _IDS if name in content}
-    if orjson is None or not ids:
-        return json.dumps(content, allow_nan=False).encode()
-    rest = json.dumps({name: value for name, value in content.items() if name not in ids}, allow_nan=False).encode()
-    return b"%s%s%s" % (rest[:-1], b", " if len(rest) > 2 else b"", orjson.dumps(ids)[1:])
+    lists = [name for name in _IDS if name in content]
+    rest = json.dumps({name: value for name, value in content.items() if name not in lists}, allow_nan=False).encode()
+    if not lists:
+        return rest
+    parts = [b'"%s": [%s]' % (name.encode(), b",".join(map(_ids_json, content[name]))) for name in lists]
+    return b"%s%s%s}" % (rest[:-1], b", " if len(rest) > 2 else b"", b", ".join(parts))
+
+
+def _ids_json(ids: Sequence[int]) -> bytes:
+    if isinstance(ids, IdText):
+        return ids.json
+    return json.dumps(ids, separators=(",", ":")).encode() if orjson is None else orjson.dumps(ids)
 
 
 def _decoded(raw: bytes) -> Any:

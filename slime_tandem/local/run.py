@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,25 +22,32 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
 
 from slime_tandem.config import RunConfig
 from slime_tandem.config.section import set_in
 from slime_tandem.distill.teacher import describe_special
 from slime_tandem.errors import RunDirError, TandemError, TeacherScoreError
-from slime_tandem.files import read_text, record_of
+from slime_tandem.files import read_json, read_text, record_of
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
 from slime_tandem.megatron.checkpoint import drop_older, newest_checkpoint, step_folder, step_of, unusable
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.objective.advantages import reward_histograms
-from slime_tandem.report.console import TrainProgress
 from slime_tandem.report.html import write_report
-from slime_tandem.report.run_folder import RunWriter, disk_errors, read_rows, require_same_settings, transcript_of
+from slime_tandem.report.progress import PROGRESS_FILE, RunProgress
+from slime_tandem.report.run_folder import (
+    EvalPhase,
+    RunWriter,
+    disk_errors,
+    read_rows,
+    require_same_settings,
+    transcript_of,
+)
 from slime_tandem.report.summary import Summary, summarise, write_summary
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.first_look import looks, why_equal
+from slime_tandem.tasks.row_files import Source
 from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
@@ -57,7 +63,7 @@ _KEPT_CHECKPOINTS = 2
 _LOCK = ".lock"
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
-_NO_WORK = (_LOCK, _PROBE, "logs")
+_NO_WORK = (_LOCK, _PROBE, PROGRESS_FILE, "logs")
 
 
 class _Kept(BaseModel):
@@ -104,16 +110,21 @@ def control_config(config: RunConfig) -> RunConfig:
     )
 
 
-def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -> Summary:
+def train(
+    config: RunConfig, *, resume: bool = False, overwrite: bool = False, progress: RunProgress | None = None
+) -> Summary:
     """Run everything and return the summary; the folder is `runs_dir/name`.
 
     An existing run is refused unless `resume` (go on from the last checkpoint) or `overwrite` (delete it) is given, and a
     folder where another process runs always. KeyboardInterrupt leaves a checkpoint of the last whole step and no process.
-    Raises TandemError kinds.
+    `progress`: an entered one, which is told of every phase; None: one of its own. Raises TandemError kinds.
     """
+    if progress is None:
+        with RunProgress() as own:
+            return train(config, resume=resume, overwrite=overwrite, progress=own)
     run_dir = config.run_dir
     if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
-        print(f"read under slime alone, a local run takes no notice: {', '.join(unread)}", file=sys.stderr, flush=True)
+        progress.warn(f"read under slime alone, a local run takes no notice: {', '.join(unread)}")
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):
@@ -124,37 +135,46 @@ def train(config: RunConfig, *, resume: bool = False, overwrite: bool = False) -
             probe = run_dir / _PROBE
             probe.write_bytes(bytes(_PROBE_BYTES))
             probe.unlink()
-        return _train(config, resume=resume)
+        return _train(config, progress, resume=resume)
 
 
-def _train(config: RunConfig, *, resume: bool) -> Summary:
+def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary:
     run_dir = config.run_dir
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
+    progress.phase("reading prompts")
     tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
-    print(*tasks.notes, sep="\n", end="\n" if tasks.notes else "", file=sys.stderr, flush=True)
+    for note in tasks.notes:
+        progress.say(note)
     held_out = tasks.heldout_prompts(config.eval.prompts)
     with terminate_as_interrupt():
         try:
             for arm in arms:
                 if resume and (arm.folder / "config.yaml").exists():
                     require_same_settings(arm.folder / "config.yaml", arm.config)
-            roster = Roster(config)
+            progress.record_in(run_dir)
+            progress.phase("finding models, making built-in ones where they are missing")
+            roster = Roster(config, log=progress.say)
             architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
-            with Team(roster, run_dir / "logs") as team:
+            _check_data(run_dir / "data.json", tasks)
+            team = Team(roster, run_dir / "logs", ready=lambda role: progress.advance(f"{role}: answers"))
+            progress.phase(f"starting servers: {', '.join(roster.roles)}", total=len(roster.roles), unit="server")
+            with team:
                 for role, chat in roster.chats.items():
-                    print("\n  ".join([f"turns of the {role}:", *chat.lines()]), file=sys.stderr, flush=True)
+                    progress.say("\n  ".join([f"turns of the {role}:", *chat.lines()]))
                 if roster.teacher_specs:
                     for teacher in team.panel.teachers:
-                        print(describe_special(teacher.aligner, teacher.name), file=sys.stderr, flush=True)
-                    for prompt in tasks.listed_prompts:  # a name that no teacher has is refused now, not when drawn
+                        progress.say(describe_special(teacher.aligner, teacher.name))
+                    for prompt in tasks.tagged_prompts:  # a name that no teacher has is refused now, not when drawn
                         team.panel.route(prompt)
                 _keep_boundaries(run_dir / "boundaries.json", roster.boundaries)
                 _keep_turns(run_dir / "turns.json", roster)
+                _keep_data(run_dir / "data.json", tasks)
                 for arm in arms:
-                    _run_arm(arm, team, tasks, held_out, resume=resume)
+                    _run_arm(arm, team, tasks, held_out, progress, resume=resume)
+                progress.phase("stopping servers")
         except BaseException as error:
             # Of a run that was cut short, too, what there is can be looked at. If even that fails (a full disk), the reason
             # for the stop is what must be shown first.
@@ -163,6 +183,7 @@ def _train(config: RunConfig, *, resume: bool) -> Summary:
             except (TandemError, OSError) as second:
                 error.add_note(f"no report: {second}")
             raise
+        progress.phase("writing the report")
         _write_results(run_dir)
     return summarise(run_dir)
 
@@ -236,8 +257,42 @@ def _check_boundaries(path: Path, record: BoundaryRecord) -> None:
         )
 
 
-def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, resume: bool) -> None:
+def _keep_data(path: Path, tasks: TaskSet) -> None:
+    """Save what the prompt files are."""
+    if not path.exists():
+        with disk_errors(path.parent):
+            kept = {str(task): source._asdict() for task, source in tasks.sources.items()}
+            path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_data(path: Path, tasks: TaskSet) -> None:
+    """On a resumed run: that the prompt files are those that it was started with, to the byte."""
+    if not path.exists():
+        return
+    try:
+        kept = record_of(dict[str, dict[str, Any]], read_json(path))
+        sources = {task: Source(**source) for task, source in kept.items()}
+    except (ValueError, TypeError, OSError) as error:
+        raise RunDirError(
+            "record of the data", str(path), f"what this run kept ({error})", "restore the file"
+        ) from None
+    for task, source in tasks.sources.items():
+        old = sources.get(str(task), source)
+        if (old.size, old.digest) != (source.size, source.digest):
+            raise RunDirError(
+                f"tasks.{task}.path",
+                source.name,
+                f"the rows that the run was started with: {old.size} bytes with SHA-256 {old.digest[:12]}..., not "
+                f"{source.size} with {source.digest[:12]}...",
+                "restore the file, or start again under another `name`",
+            )
+
+
+def _run_arm(
+    arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], progress: RunProgress, *, resume: bool
+) -> None:
     config = arm.config
+    progress.phase(f"{arm.name}: loading the policy{' and its reference' if config.objective.kl_coef > 0 else ''}")
     trainer, step = _trainer(arm, team, resume=resume)
     resumed = resume and (arm.folder / "config.yaml").exists()
     with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
@@ -254,10 +309,10 @@ def _run_arm(arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], *, re
                 "restore the file, or start again under another `name`",
             )
         if (0, "before") not in done:
-            _evaluate(writer, team, tasks, held_out, config, step, "before")
-        step = _take_steps(arm, team, tasks, held_out, trainer, writer, step)
+            _evaluate(writer, team, tasks, held_out, arm, progress, step, "before")
+        step = _take_steps(arm, team, tasks, held_out, trainer, writer, progress, step)
         if step:
-            _evaluate(writer, team, tasks, held_out, config, step, "after")
+            _evaluate(writer, team, tasks, held_out, arm, progress, step, "after")
 
 
 def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
@@ -296,75 +351,89 @@ def kept_state(extra: Mapping[str, Any], checkpoint: Path) -> int:
 
 
 def _take_steps(
-    arm: Arm, team: Team, tasks: TaskSet, held_out: list[Prompt], trainer: Trainer, writer: RunWriter, step: int
+    arm: Arm,
+    team: Team,
+    tasks: TaskSet,
+    held_out: list[Prompt],
+    trainer: Trainer,
+    writer: RunWriter,
+    progress: RunProgress,
+    step: int,
 ) -> int:
     """From `step` to the last one, with the evaluations between; returns the steps done.
 
     A KeyboardInterrupt leaves a checkpoint of the last whole step.
     """
     config = arm.config
-    with TrainProgress(config.train.steps, label=arm.name, done=step) as progress:
-        saved, whole = step, True
-        try:
-            while step < config.train.steps:
-                t0, retries = time.perf_counter(), team.servers.retries
-                scored, seconds = _rollout(arm, team, tasks, step)
-                if step == 0 and config.objective.reward_coef > 0:
-                    _say_if_equal(progress.console, tasks, scored)
-                # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
-                # rows and checkpoint of different steps. It waits until the block is done.
-                with _shielded():
-                    whole = False
-                    row = _learn(trainer, arm, team, tasks, step, scored, seconds)
-                    row["engine/retries"] = float(team.servers.retries - retries)
-                    row["time/step_s"] = time.perf_counter() - t0
-                    writer.write_step(step, row)
-                    rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                    writer.write_rewards(step, reward_histograms(*rewards))
-                    shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
-                    writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
-                    progress.update(row)
-                    step += 1
-                    if step % config.train.save_every == 0 or step == config.train.steps:
-                        _save(trainer, arm, step)
-                        saved = step
-                    whole = True
-                if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                    _evaluate(writer, team, tasks, held_out, config, step, "during")
-        except KeyboardInterrupt:
-            # A second interrupt breaks the block itself: then only the last checkpoint is sound.
-            if whole and saved != step:
-                with _shielded():
+    progress.steps(arm.name, config.train.steps, step)
+    saved, whole = step, True
+    try:
+        while step < config.train.steps:
+            t0, retries, skipped = time.perf_counter(), team.servers.retries, tasks.skipped_rows
+            scored, seconds = _rollout(arm, team, tasks, step, progress)
+            if step == 0 and config.objective.reward_coef > 0:
+                _say_if_equal(progress, tasks, scored)
+            # From the update to the counter a step is all or nothing: an interrupt in between would leave weights,
+            # rows and checkpoint of different steps. It waits until the block is done.
+            with _shielded():
+                whole = False
+                row = _learn(trainer, arm, team, step, scored, seconds, progress)
+                row["rollout/skipped_rows"] = float(tasks.skipped_rows - skipped)
+                row["engine/retries"] = float(team.servers.retries - retries)
+                row["time/step_s"] = time.perf_counter() - t0
+                writer.write_step(step, row)
+                rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
+                writer.write_rewards(step, reward_histograms(*rewards))
+                shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
+                writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
+                progress.step(row)
+                step += 1
+                if step % config.train.save_every == 0 or step == config.train.steps:
+                    progress.part("writing a checkpoint")
                     _save(trainer, arm, step)
-            raise
+                    saved = step
+                whole = True
+            if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                _evaluate(writer, team, tasks, held_out, arm, progress, step, "during")
+                progress.steps(arm.name, config.train.steps, step)
+    except KeyboardInterrupt:
+        # A second interrupt breaks the block itself: then only the last checkpoint is sound.
+        if whole and saved != step:
+            with _shielded():
+                _save(trainer, arm, step)
+        raise
     return step
 
 
-def _say_if_equal(console: Console, tasks: TaskSet, scored: Sequence[ScoredSample]) -> None:
+def _say_if_equal(progress: RunProgress, tasks: TaskSet, scored: Sequence[ScoredSample]) -> None:
     """A run whose rewards are all equal learns nothing from them: it is said at once, not by a flat line at the end."""
     cause = why_equal(tasks.specs, looks(scored))
     if cause is not None:
         lines = [f"nothing to learn from: {cause.found}. {cause.remedy}.", *cause.examples]
-        console.print("\n  ".join(lines), markup=False, highlight=False, style="yellow")
+        progress.warn("\n  ".join(lines))
 
 
-def _rollout(arm: Arm, team: Team, tasks: TaskSet, step: int) -> tuple[list[ScoredSample], dict[str, float]]:
+def _rollout(
+    arm: Arm, team: Team, tasks: TaskSet, step: int, progress: RunProgress
+) -> tuple[list[ScoredSample], dict[str, float]]:
     train, tandem, opd = arm.config.train, arm.config.tandem.enabled, arm.config.opd.enabled
     prompts = tasks.train_prompts(step, train.prompts_per_step)
-    return rollout(team, tasks, prompts, step, train.samples_per_prompt, tandem=tandem, score=opd)
+    return rollout(team, tasks, prompts, step, train.samples_per_prompt, tandem=tandem, score=opd, told=progress.part)
 
 
 def _learn(
     trainer: Trainer,
     arm: Arm,
     team: Team,
-    tasks: TaskSet,
     step: int,
     scored: list[ScoredSample],
     seconds: dict[str, float],
+    progress: RunProgress,
 ) -> dict[str, float | None]:
-    """Update, send the new weights; the step's row of metrics but for `engine/retries` and `time/step_s`."""
+    """Update, send the new weights; the step's row of metrics but for `rollout/skipped_rows`, `engine/retries` and
+    `time/step_s`."""
     t1 = time.perf_counter()
+    progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
     rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
     if not rows:
@@ -378,6 +447,7 @@ def _learn(
         )
     train_metrics = trainer.update(rows)
     t2 = time.perf_counter()
+    progress.part("giving its server the new weights")
     _send(trainer.policy, arm, team, step + 1)
     return {
         **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
@@ -407,11 +477,20 @@ def _save(trainer: Trainer, arm: Arm, step: int) -> None:
 
 
 def _evaluate(
-    writer: RunWriter, team: Team, tasks: TaskSet, held_out: list[Prompt], config: RunConfig, step: int, phase: str
+    writer: RunWriter,
+    team: Team,
+    tasks: TaskSet,
+    held_out: list[Prompt],
+    arm: Arm,
+    progress: RunProgress,
+    step: int,
+    phase: EvalPhase,
 ) -> None:
-    metrics, scored = evaluate(team, tasks, held_out, config.eval.samples_per_prompt)
-    writer.write_eval(step, phase, metrics)  # type: ignore[arg-type]
-    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in scored[:_EVAL_TRANSCRIPTS]])
+    when = f"at step {step}" if phase == "during" else f"{phase} training"
+    progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
+    found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, told=progress.part)
+    writer.write_eval(step, phase, found.metrics, found.right)
+    writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 
 
 def _transcript(team: Team, scored: ScoredSample):  # type: ignore[no-untyped-def]

@@ -165,6 +165,12 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ModelError(str(file), str(error), "a whole safetensors file", "fetch it anew") from error
 
 
+def _not_finite(tensor: torch.Tensor) -> str:
+    """What a weight has that no model computes with; "" for none. A run that diverged saves such weights."""
+    broken = tensor.numel() - int(tensor.isfinite().sum())
+    return f"{broken} of {tensor.numel()} values NaN or infinite" if broken else ""
+
+
 def _to_torch_dist(job: Job, say: Say) -> Path:
     arch = _architecture(job.source)
     weights = HfWeights(job.source)
@@ -189,7 +195,11 @@ def _to_torch_dist(job: Job, say: Say) -> Path:
             raise ModelError(f"weights of {name}", kinds, "one dtype, they become one tensor", "cast the model first")
 
     def make(name: str) -> torch.Tensor:
-        return recipes[name].make([weights.read(source) for source in recipes[name].sources])
+        tensor = recipes[name].make([weights.read(source) for source in recipes[name].sources])
+        if broken := _not_finite(tensor):
+            named = f"weights of {name} ({', '.join(recipes[name].sources)})"
+            raise ModelError(named, broken, "finite values", "fetch or save the model again")
+        return tensor
 
     sizes = {name: sum(weights.sizes[source] for source in recipe.sources) for name, recipe in recipes.items()}
     groups = {f"__{n}_0.distcp": names for n, names in enumerate(_grouped(sizes, job.max_file_bytes))}
@@ -227,6 +237,10 @@ def _to_hf(job: Job, inner: Path, say: Say) -> Path:
 
     def make(name: str) -> torch.Tensor:
         tensor = recipes[name].make([parameter(source) for source in recipes[name].sources])
+        if broken := _not_finite(tensor):
+            raise CheckpointError(
+                f"weights of {name} in {inner}", broken, "finite values", "convert an earlier checkpoint of the run"
+            )
         return tensor.clone(memory_format=torch.contiguous_format)
 
     dtypes = {name: reader.dtype(recipe.sources[0]) for name, recipe in recipes.items()}

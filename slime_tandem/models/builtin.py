@@ -174,11 +174,12 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 _NAME = re.compile(rf"(?:(?P<recipe>{'|'.join(RECIPES)})/)?(?P<role>{'|'.join(ROLES)})(?:@(?P<seed>\d{{1,4}}))?")
 
 
-def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe | None = None) -> Path:
+def resolve_model(name: str, cache_dir: str | Path, log: Log | None = None, recipe: Recipe | None = None) -> Path:
     """The folder of a model: `builtin:[recipe/]role[@seed]` is made when missing (all three roles at once), else a path.
 
-    `recipe` stands in for the named one. Safe when several processes ask at once: one makes the models, the others wait for
-    its lock. Raises ModelError for an unknown name, a path that is no folder, or a worker that failed.
+    `recipe` stands in for the named one. `log` hears what is made, and the workers' lines; None: those are printed. Safe when
+    several processes ask at once: one makes the models, the others wait for its lock. Raises ModelError for an unknown name, a
+    path that is no folder, or a worker that failed.
     """
     if not name.startswith(PREFIX):
         path = Path(name)
@@ -196,7 +197,7 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log = lambda line: None
     return pretrain(cache_dir, log, chosen.seeded(int(parts["seed"] or 0))) / parts["role"]
 
 
-def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe | None = None) -> Path:
+def pretrain(cache_dir: str | Path, log: Log | None = None, recipe: Recipe | None = None) -> Path:
     """Make the three checkpoints unless they are cached; returns the folder that holds them and `recipe.json`.
 
     The folder appears whole or not at all. Raises ModelError if a worker fails.
@@ -212,10 +213,11 @@ def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe
             return final
         for left_over in cache.glob(".making-*"):  # of a process that was killed: the lock is ours
             shutil.rmtree(left_over, ignore_errors=True)
-        log(f"pre-training junior, senior and teacher into {final}")
+        if log is not None:
+            log(f"pre-training junior, senior and teacher into {final}")
         with tempfile.TemporaryDirectory(prefix=".making-", dir=cache) as folder:
             started = time.monotonic()
-            measured = _run_workers(Path(folder), recipe)
+            measured = _run_workers(Path(folder), recipe, log)
             record = {
                 "recipe": dataclasses.asdict(recipe),
                 "task": TASK.model_dump(exclude={"environment", "max_turns"}),
@@ -229,7 +231,7 @@ def pretrain(cache_dir: str | Path, log: Log = lambda line: None, recipe: Recipe
     return final
 
 
-def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _run_workers(folder: Path, recipe: Recipe, log: Log | None) -> dict[str, Any]:
     """One process per model. Plain commands, not multiprocessing: the caller's main module need not be importable."""
     order = folder / "order.json"
     order.write_text(json.dumps(dataclasses.asdict(recipe)), encoding="utf-8")
@@ -244,21 +246,41 @@ def _run_workers(folder: Path, recipe: Recipe) -> dict[str, Any]:
             [sys.executable, "-m", "slime_tandem.models.builtin", "--worker", str(folder), role],
             env=environment,
             stdin=subprocess.PIPE,  # ends with this process, however it ends: the worker then ends too
+            stdout=None if log is None else subprocess.PIPE,
+            stderr=None if log is None else subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
         for role in ROLES
     ]
+    readers = (
+        [] if log is None else [threading.Thread(target=_tell, args=(worker, log), daemon=True) for worker in workers]
+    )
+    for reader in readers:
+        reader.start()
     try:
         codes = [worker.wait() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-            worker.communicate()
+            worker.wait()
+            if worker.stdin is not None:
+                worker.stdin.close()
+        for reader in readers:
+            reader.join()
     if any(codes):
         raise ModelError(
             "pretrain", codes, "exit code 0 of every worker", "see their messages above; is the disk full?"
         )
     order.unlink()
     return {role: json.loads((folder / role / "measured.json").read_text(encoding="utf-8")) for role in ROLES}
+
+
+def _tell(worker: subprocess.Popen[str], log: Log) -> None:
+    assert worker.stdout is not None
+    with worker.stdout:
+        for line in worker.stdout:
+            log(line.rstrip("\n"))
 
 
 def recipe_from_dict(tree: dict[str, Any]) -> Recipe:

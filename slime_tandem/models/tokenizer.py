@@ -39,18 +39,24 @@ def _check_bounded(folder: Path, hf: Any) -> None:
 class ModelTokenizer:
     """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
 
-    Load with `load`. Ids are the model's own; nothing here ever re-tokenises a sampled response.
+    `template_kwargs`: variables of the chat template, where `chat` is told no others. Load with `load`. Ids are the model's own; nothing here ever re-tokenises a sampled response.
     """
 
     folder: Path
     tokens: TokenBytes
     hf: Any
     text_markers: TextMarkers = "escape"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, compare=False)
     _chats: dict[str, Chat] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def load(
-        cls, folder: Path, *, trust_remote_code: bool = False, text_markers: TextMarkers = "escape"
+        cls,
+        folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        text_markers: TextMarkers = "escape",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ModelTokenizer:
         """Raises ModelError for a folder without a usable tokenizer, chat template or end-of-turn token."""
         hf = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -58,14 +64,19 @@ class ModelTokenizer:
             raise ModelError("model folder", str(folder), "a chat template in its tokenizer", "add chat_template.jinja")
         _check_bounded(folder, hf)
         # A broken template is refused now, not in the middle of a run.
-        ends = end_ids(Template(hf, str(folder)))
-        tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf, ends)), hf, text_markers)
+        kwargs = dict(template_kwargs or {})
+        ends = end_ids(Template(hf, str(folder), kwargs))
+        tokenizer = cls(folder, build_token_bytes(hf, eos_ids_of(folder, hf, ends)), hf, text_markers, kwargs)
         _ = tokenizer.end_of_turn
         return tokenizer
 
     def chat(self, template_kwargs: Mapping[str, Any] | None = None) -> Chat:
-        """The chat template with these variables set; probed once. Raises ModelError as `Template` and `turns.probe`."""
-        key = json.dumps(template_kwargs or {}, sort_keys=True, default=repr)
+        """The chat template with these variables set (None: the tokenizer's own); probed once.
+
+        Raises ModelError as `Template` and `turns.probe`.
+        """
+        template_kwargs = self.template_kwargs if template_kwargs is None else template_kwargs
+        key = json.dumps(template_kwargs, sort_keys=True, default=repr)
         if key not in self._chats:
             template = Template(self.hf, str(self.folder), template_kwargs)
             self._chats[key] = Chat(template, self.tokens, self.text_markers)

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from rich.table import Table
 from rich.text import Text
 
+from slime_tandem import __version__
 from slime_tandem.errors import RunDirError, printable
 from slime_tandem.files import is_file_name, record_of
+from slime_tandem.report.curves import nice_ticks, tick_labels
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
+from slime_tandem.report.html import environment, source
 from slime_tandem.report.metrics import METRICS
 from slime_tandem.report.run_folder import replace_file
-from slime_tandem.report.statistics import Estimate
+from slime_tandem.report.statistics import Estimate, mean_interval
 from slime_tandem.report.summary import load_config, load_files, summarise
+from slime_tandem.report.transcripts import passage
 
 MAPPING = "method_mapping.csv"
 MAPPING_COLUMNS = ("idx", "method", "mask", "ratio", "seed", "run")
@@ -39,11 +42,6 @@ TITLES = {
     "eval/teacher_kl": "KL to the teacher, sampled tokens (nats)",
     "eval/response_tokens_mean": "response length (tokens)",
 }
-_T95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
-    2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""Two-sided 95% quantiles of Student's t with 1, 2, ... 30 degrees of freedom; beyond, the last is a little wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,8 @@ class Mean:
         n = len(values)
         if n < 2:
             return cls(values[0] if values else None, None, None, n)
-        mean = statistics.fmean(values)
-        half = _T95[min(n - 1, len(_T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
-        return cls(round(mean, 12), round(mean - half, 4), round(mean + half, 4), n)
+        low, high = mean_interval(values)
+        return cls(round(statistics.fmean(values), 12), round(low, 4), round(high, 4), n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,31 +212,16 @@ def _start(seeds: Sequence[Sequence[float | None]]) -> float | None:
 def _text(mean: Mean, *, signed: bool = False, digits: int = 3) -> str:
     if mean.value is None:
         return DASH
-    sign = "+" if signed else ""
+    sign = "+" if signed and round(mean.value, digits) else ""  # no change has no sign
     interval = "" if mean.low is None else f" ({mean.low:{sign}.{digits}f} to {mean.high:{sign}.{digits}f})"
-    return f"{mean.value:{sign}.{digits}f}{interval}"
-
-
-def cells(suite: SuiteResult) -> tuple[list[str], list[list[str]]]:
-    """(headings, rows) of the comparison: per method and metric the mean and the difference to the first method."""
-    head = ["method", "mask", "seeds", "kept"]
-    for name in suite.metrics:
-        head += [TITLES[name], "difference to the first"]
-    rows = [["start", "", "", "", *(c for name in suite.metrics for c in (number(suite.before[name]), ""))]]
-    for m in suite.methods:
-        row = [m.label, m.mask, str(len(m.per_seed)), number(m.keep_ratio)]
-        for name in suite.metrics:
-            digits = 1 if METRICS[name].unit == "tokens" else 3
-            row += [_text(m.after[name], digits=digits), _text(m.difference[name], signed=True, digits=digits)]
-        rows.append(row)
-    return head, rows
+    return f"{round(mean.value, digits) + 0.0:{sign}.{digits}f}{interval}"
 
 
 def caption(suite: SuiteResult) -> str:
     """One sentence on how to read the figures."""
     steps = sorted({m.steps for m in suite.methods if m.per_seed})
     text = (
-        f"{' / '.join(map(str, steps))} steps, {suite.eval_prompts} held-out prompts; in brackets 95% intervals of the mean "
+        f"{' / '.join(map(str, steps))} steps, {suite.eval_prompts} held-out prompts; intervals: 95%, of the mean "
         "over seeds (Student's t), differences paired by seed"
     )
     return text + (f"; not finished: {', '.join(suite.missing)}" if suite.missing else "")
@@ -276,6 +258,90 @@ def suite_svg(suite: SuiteResult) -> str:
     return document(f"{suite.name}: mean over seeds with 95% intervals", panels, (), caption(suite))
 
 
+_STRIP, _MARGIN = 320.0, 12.0
+"""Width of a strip of dots in user units, and what it leaves free on each side."""
+
+
+def rendered_suite(env: Environment, suite: SuiteResult) -> str:
+    """The comparison as HTML: for each metric a row a method, with its mean and interval drawn on a common axis."""
+    module: Any = env.get_template("suite_sections.html.j2").module
+    view = {
+        "name": passage(suite.name, 200),
+        "caption": passage(caption(suite), 4000),
+        "metrics": [_metric_view(suite, name) for name in suite.metrics],
+        "methods": [
+            {
+                "label": passage(m.label, 200),
+                "mask": passage(m.mask, 200),
+                "seeds": len(m.per_seed),
+                "kept": number(m.keep_ratio),
+                "step": DASH if m.step_seconds is None else f"{m.step_seconds:.2f}",
+            }
+            for m in suite.methods
+        ],
+    }
+    return str(module.suite(view))
+
+
+def _metric_view(suite: SuiteResult, name: str) -> dict[str, Any]:
+    metric, start = METRICS[name], suite.before[name]
+    digits = 1 if metric.unit == "tokens" else 3
+    ends = [v for m in suite.methods for v in (m.after[name].low, m.after[name].value, m.after[name].high)]
+    known = [v for v in (*ends, start) if v is not None]
+    pad = (max(known) - min(known)) * 0.05 or abs(max(known)) * 0.05 or 0.5
+    low, high = min(known) - pad, max(known) + pad
+
+    def at(value: float | None) -> str | None:
+        if value is None:
+            return None
+        return f"{_MARGIN + (value - low) / (high - low) * (_STRIP - 2 * _MARGIN):.1f}"
+
+    ticks = nice_ticks(low, high, 5)
+    return {
+        "title": TITLES[name],
+        "better": {"up": "higher is better", "down": "lower is better", "none": ""}[metric.direction],
+        "width": _STRIP,
+        "ticks": [{"at": at(tick), "label": label} for tick, label in zip(ticks, tick_labels(ticks), strict=True)],
+        "start": {"at": at(start), "text": number(start) if digits == 3 else _text(Mean.of([start]), digits=1)}
+        if start is not None
+        else None,
+        "rows": [
+            {
+                "label": passage(m.label, 200),
+                "mean": _text(Mean(m.after[name].value, None, None, 1), digits=digits),
+                "interval": _interval_text(m.after[name], digits),
+                "difference": _text(Mean(m.difference[name].value, None, None, 1), signed=True, digits=digits),
+                "of_difference": _interval_text(m.difference[name], digits, signed=True),
+                "good": _shown_better(m.difference[name], metric.direction),
+                "first": m is suite.methods[0],
+                "value": at(m.after[name].value),
+                "low": at(m.after[name].low),
+                "high": at(m.after[name].high),
+            }
+            for m in suite.methods
+        ],
+    }
+
+
+def _interval_text(mean: Mean, digits: int, *, signed: bool = False) -> str:
+    if mean.low is None or mean.high is None:
+        return ""
+    sign = "+" if signed else ""
+    return f"{mean.low:{sign}.{digits}f} to {mean.high:{sign}.{digits}f}"
+
+
+def _shown_better(difference: Mean, direction: str) -> bool | None:
+    """Whether an interval shows a difference to be one for the better; None where it shows none."""
+    if (
+        difference.low is None
+        or difference.high is None
+        or direction == "none"
+        or difference.low <= 0 <= difference.high
+    ):
+        return None
+    return (difference.low > 0) == (direction == "up")
+
+
 def write_suite(folder: Path) -> SuiteResult:
     """Summarise and write suite.json, suite.svg and suite.html, each whole or not at all."""
     suite = summarise_suite(folder)
@@ -283,14 +349,10 @@ def write_suite(folder: Path) -> SuiteResult:
     replace_file(folder / "suite.json", (json.dumps(tree, indent=2, allow_nan=False) + "\n").encode())
     svg = suite_svg(suite)
     replace_file(folder / "suite.svg", svg.encode())
-    env = Environment(loader=PackageLoader("slime_tandem.report"), autoescape=True, undefined=StrictUndefined)
-    head, rows = cells(suite)
+    env = environment()
+    style, part = source(env, "report.css"), Markup(rendered_suite(env, suite))  # noqa: S704 - escaped when rendered
     page = env.get_template("suite.html.j2").render(
-        name=suite.name,
-        caption=caption(suite),
-        head=head,
-        rows=rows,
-        svg=Markup(svg),  # noqa: S704 - escaped when drawn
+        name=passage(suite.name, 200), style=style, part=part, version=__version__
     )
     replace_file(folder / "suite.html", page.encode("utf-8", "replace"))
     return suite

@@ -1,66 +1,11 @@
-"""What a run shows in the terminal: a progress bar while it trains, and the final table.
-
-It computes no metric and writes no file.
-"""
+"""What a run shows in the terminal at its end: the final table. It computes no metric and writes no file."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from slime_tandem.report.metrics import Row
-from slime_tandem.report.summary import DASH, RunPart, Summary
-
-
-class TrainProgress:
-    """A progress bar with reward, senior fraction, teacher KL (nats) and seconds per step; a context manager.
-
-    On something that is no terminal (a log file, CI) it prints one plain line per step instead. `done` steps of an earlier
-    part of a resumed run count as finished.
-    """
-
-    def __init__(self, total: int, *, label: str = "train", done: int = 0, console: Console | None = None) -> None:
-        self.total, self.label, self.done = total, label, done
-        self.console = console or Console()
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.console,
-                expand=True,
-            )
-            self._bar.add_task(self.label, total=self.total, completed=self.done, figures="")
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, row: Row) -> None:
-        """One more step is done; `row` are its metrics."""
-        self.done += 1
-        figures = (
-            f"reward {_number(row['rollout/reward_mean'])}  senior {_number(row['tandem/senior_token_fraction'], 2)}  "
-            f"KL {_number(row['opd/teacher_kl'], 2)}  {_number(row['time/step_s'], 1)} s/step"
-        )
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self.done, figures=figures)
-        else:
-            self.console.print(
-                f"{self.label} {self.done}/{self.total}  {figures}", highlight=False, soft_wrap=True, markup=False
-            )
+from slime_tandem.report.summary import DASH, RunPart, Summary, verdict_lines
 
 
 def final_table(summary: Summary) -> Table:
@@ -69,7 +14,7 @@ def final_table(summary: Summary) -> Table:
     table = Table(
         title=Text(f"{summary['name']}: held-out prompts before → after {summary['run']['steps']} steps"),
         title_justify="left",
-        caption=Text(summary["verdict"]["text"]),
+        caption=Text("\n".join(verdict_lines(summary))),
         caption_justify="left",
     )
     table.add_column("", no_wrap=True)

@@ -5,18 +5,22 @@ Coordinates are SVG user units in a box of WIDTH x HEIGHT, y down. It knows no p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime_tandem.report.metrics import METRICS
 
 WIDTH, HEIGHT = 320.0, 168.0
-LEFT, RIGHT, TOP, BOTTOM = 38.0, 10.0, 8.0, 22.0
+LEFT, RIGHT, TOP, BOTTOM = 48.0, 10.0, 8.0, 22.0
 MAX_POINTS = 300
 """Longer runs are drawn as means over stretches of steps, which keeps the file small."""
+
+_LEAST_SPAN = 0.005
+"""Of an axis, relative to its values: less is noise drawn large, and its labels have more digits than there is room for."""
 
 Point = tuple[float, float | None]
 
@@ -81,6 +85,24 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Labels of ticks at equal distances, no two alike: as many decimals as the distance needs, thousands as k.
+
+    >>> tick_labels([6.128, 6.13, 6.132]), tick_labels([0.0, 0.5, 1.0]), tick_labels([10000.0, 12500.0])
+    (['6.128', '6.130', '6.132'], ['0.0', '0.5', '1.0'], ['10.0k', '12.5k'])
+    """
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    step = min((b - a for a, b in itertools.pairwise(ticks)), default=largest) or 1.0
+    if largest >= 1e12 or largest < 1e-4:  # more digits than there is room for
+        digits = max(0, math.ceil(math.log10(largest / step))) if largest else 0
+        return [f"{tick:.{digits}e}" if tick else "0" for tick in ticks]
+    size, suffix = next((part for part in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 10 * part[0]), (1.0, ""))
+    decimals = 0
+    while any(abs(round(tick / size, decimals) - tick / size) > 0.01 * step / size for tick in ticks):
+        decimals += 1
+    return [f"{tick / size + 0.0:.{decimals}f}{suffix}" for tick in ticks]
+
+
 def curve(
     name: str,
     title: str,
@@ -124,8 +146,8 @@ def curve(
         title,
         metric.unit,
         {"up": "higher is better", "down": "lower is better", "none": ""}[metric.direction],
-        tuple(Tick(at_x(x), f"{x:g}") for x in nice_ticks(x_low, x_high, 5) if x == int(x)),
-        tuple(Tick(at_y(y), short(y)) for y in nice_ticks(low, high, 5)),
+        _ticks([x for x in nice_ticks(x_low, x_high, 5) if x == int(x)], at_x),
+        _ticks(nice_ticks(low, high, 5), at_y),
         tuple(series),
         json.dumps(_rounded(read_out), separators=(",", ":")),
         f"{title} in {metric.unit}. " + "; ".join(words),
@@ -133,11 +155,17 @@ def curve(
     )
 
 
+def _ticks(values: Sequence[float], place: Callable[[float], float]) -> tuple[Tick, ...]:
+    return tuple(Tick(place(value), label) for value, label in zip(values, tick_labels(values), strict=True))
+
+
 def _range(low: float, high: float, *, bounded: bool) -> tuple[float, float]:
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
     if bounded:
         # A share that hardly moves must not look as if it did.
         pad = max(pad, (0.2 - (high - low)) / 2)
+    else:
+        pad = max(pad, (max(abs(low), abs(high)) * _LEAST_SPAN - (high - low)) / 2)
     low, high = (low if low == 0.0 else low - pad), high + pad
     return (max(low, 0.0), min(high, 1.0)) if bounded else (low, high)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xml.sax import saxutils
 
 from slime_tandem.errors import printable
-from slime_tandem.report.curves import nice_ticks, short
+from slime_tandem.report.curves import nice_ticks, tick_labels
 from slime_tandem.report.statistics import Estimate
 from slime_tandem.types import FloatArray
 
@@ -102,6 +102,11 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
     return min(ends) - pad, max(ends) + pad
 
 
+def _ticks(low: float, high: float) -> Iterator[tuple[float, str]]:
+    ticks = nice_ticks(low, high, 6)
+    return zip(ticks, tick_labels(ticks), strict=True)
+
+
 def _panel(panel: Panel, top: float) -> Iterator[str]:
     rows, reference = panel.dots, panel.reference
     yield f'<text x="16" y="{top + 16:.0f}" font-weight="bold">{_escaped(panel.title)}</text>'
@@ -114,10 +119,10 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
             return _LABELS + (x - low) / (high - low) * (_WIDTH - _LABELS - _RIGHT)
 
         bottom = top + _HEAD + _ROW * len(rows)
-        for tick in nice_ticks(low, high, 6):
+        for tick, label in _ticks(low, high):
             x = at_x(tick)
             yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + 26:.0f}" y2="{bottom:.0f}" stroke="#e3e3e3"/>'
-            yield f'<text x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="middle" fill="#555">{short(tick)}</text>'
+            yield f'<text x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="middle" fill="#555">{label}</text>'
         if reference is not None:
             x = at_x(reference)
             where = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top + 26:.0f}" y2="{bottom:.0f}"'
@@ -153,14 +158,14 @@ def _scatter(plot: Scatter, top: float) -> Iterator[str]:
     def at(x: float, y: float) -> tuple[float, float]:
         return left + (x - x0) / (x1 - x0) * (right - left), down - (y - y0) / (y1 - y0) * (down - up)
 
-    for tick in nice_ticks(x0, x1, 6):
+    for tick, label in _ticks(x0, x1):
         x = at(tick, y0)[0]
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{up:.0f}" y2="{down:.0f}" stroke="#e3e3e3"/>'
-        yield f'<text x="{x:.1f}" y="{down + 14:.0f}" text-anchor="middle" fill="#555">{short(tick)}</text>'
-    for tick in nice_ticks(y0, y1, 6):
+        yield f'<text x="{x:.1f}" y="{down + 14:.0f}" text-anchor="middle" fill="#555">{label}</text>'
+    for tick, label in _ticks(y0, y1):
         y = at(x0, tick)[1]
         yield f'<line x1="{left:.0f}" x2="{right:.0f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e3e3"/>'
-        yield f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{short(tick)}</text>'
+        yield f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end" fill="#555">{label}</text>'
     if plot.diagonal:
         (ax, ay), (bx, by) = at(x0, x0), at(x1, x1)
         line = f'x1="{ax:.1f}" y1="{ay:.1f}" x2="{bx:.1f}" y2="{by:.1f}"'

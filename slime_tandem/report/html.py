@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from slime_tandem import __version__
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
-from slime_tandem.report.metrics import METRICS, RIGHT_REWARD
+from slime_tandem.report.metrics import METRICS
 from slime_tandem.report.run_folder import disk_errors, read_rows
-from slime_tandem.report.summary import DASH, RunPart, Summary, load_config, load_files, load_rewards, summarise
-from slime_tandem.types import SENIOR
+from slime_tandem.report.summary import (
+    CONTROL_LABEL,
+    DASH,
+    RunFiles,
+    RunPart,
+    Summary,
+    load_config,
+    load_files,
+    load_rewards,
+    run_label,
+    summary_of,
+)
+from slime_tandem.report.transcripts import Ends, ends_of, passage, transcript_groups
 
-MAX_TRANSCRIPTS = 40
-"""Transcripts in one report; with MAX_TOKENS and MAX_PROMPT_CHARS it bounds the file's size."""
-MAX_TOKENS = 400
-MAX_PROMPT_CHARS = 2000
 MAX_TASKS = 24
 
 CURVES = (
@@ -57,52 +64,6 @@ EVALUATION = (
 CARDS = EVALUATION[:4]
 SECONDS = ("rollout", "scoring", "training", "sync", "other")
 
-# Half-open upper edges, in nats, of the shades of |log pi_student - log pi_teacher|.
-SHADE_EDGES = (0.1, 0.5, 2.0)
-
-# These reorder the text around them, so they are shown by number.
-_BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenView:
-    """One token of the page: CSS classes, visible text, log-probs as written into the data attributes (nats)."""
-
-    css: str
-    text: Markup
-    log_prob: str
-    teacher: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptView:
-    """One transcript of the page; `why` says why tokens without a teacher value have none."""
-
-    step: int
-    column: int
-    prompt: str
-    label: str | None
-    task: str
-    reward: str
-    right: bool
-    finish: str
-    n_tokens: int
-    senior_share: str
-    why: str
-    tokens: tuple[TokenView, ...]
-    skipped: int
-    tail: tuple[TokenView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptGroup:
-    """Transcripts of one run and phase at its first and last step."""
-
-    key: str
-    title: str
-    steps: tuple[int, ...]
-    transcripts: tuple[TranscriptView, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -112,6 +73,21 @@ class Cell:
     after: str
     change: str
     good: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmData:
+    """What one run of a folder has written: `key` is its CSS class; rows of rewards.jsonl; `ends_of` its transcripts."""
+
+    key: str
+    label: str
+    files: RunFiles
+    rewards: Sequence[Mapping[str, Any]]
+    ends: Mapping[str, Ends]
+
+
+PARTS = ("top", "cards", "curves", "tasks", "figures", "transcripts", "settings")
+"""The parts of the page, in order: macros of sections.html.j2."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -129,16 +105,29 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run_dir: Path) -> str:
     """The report's HTML."""
-    summary = summarise(run_dir)
     config = load_config(run_dir)
-    parts = [("run", summary["run"], run_dir)]
-    if summary["control"] is not None:
-        parts.append(("control", summary["control"], run_dir / "control"))
-    lines = [(part["label"], key, load_files(folder).steps) for key, part, folder in parts]
-    groups = _groups([(key, part["label"], folder) for key, part, folder in parts])
-    curves = [c for name, title in CURVES if (c := curve(name, title, lines)) is not None]
-    by_task, tasks_left_out = task_curves([(part["label"], key, load_rewards(folder)) for key, part, folder in parts])
-    env = Environment(
+    folders = [("run", run_label(config), run_dir)]
+    if (run_dir / "control").is_dir():
+        folders.append(("control", CONTROL_LABEL, run_dir / "control"))
+    arms = [
+        ArmData(key, label, load_files(folder), load_rewards(folder), _ends(folder)) for key, label, folder in folders
+    ]
+    view = page_view(config, arms)
+    env = environment()
+    style, script = source(env, "report.css"), source(env, "report.js")
+    return env.get_template("report.html.j2").render(
+        name=view["name"],
+        parts=[Markup(part) for part in rendered(env, view).values()],  # noqa: S704 - escaped when rendered
+        style=style,
+        script=script,
+        script_hash=digest(script),
+        version=__version__,
+    )
+
+
+def environment() -> Environment:
+    """Where the pages' templates are; everything is escaped."""
+    return Environment(
         loader=PackageLoader("slime_tandem.report"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -146,34 +135,68 @@ def render(run_dir: Path) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def source(env: Environment, name: str) -> Markup:
+    """The text of a style or script of ours, as it is."""
     assert env.loader is not None
-    style, script = (Markup(env.loader.get_source(env, name)[0]) for name in ("report.css", "report.js"))  # noqa: S704
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return env.get_template("report.html.j2").render(
-        summary=summary,
-        version=__version__,
-        status=_status(summary),
-        style=style,
-        script=script,
-        script_hash=digest,
-        legend=[(key, part["label"]) for key, part, _ in parts],
-        cards=[_card(name, title, [part for _, part, _ in parts]) for name, title in CARDS],
-        curves=curves,
-        by_task=by_task,
-        tasks_left_out=tasks_left_out,
-        box={"w": WIDTH, "h": HEIGHT, "l": LEFT, "r": WIDTH - RIGHT, "t": TOP, "b": HEIGHT - BOTTOM},
-        evaluation=[
-            (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for _, part, _ in parts])
+    return Markup(env.loader.get_source(env, name)[0])  # noqa: S704 - ours
+
+
+def digest(script: str) -> str:
+    """The SHA-256 by which a content security policy knows a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def rendered(env: Environment, view: Mapping[str, Any]) -> dict[str, str]:
+    """The HTML of each of PARTS."""
+    module: Any = env.get_template("sections.html.j2").module
+    return {part: str(getattr(module, part)(view)) for part in PARTS}
+
+
+def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
+    """What the templates show of a run (`arms[0]`) and of its control, if there is one. Raises RunDirError for transcripts of
+    another form."""
+    control = arms[1] if len(arms) > 1 else None
+    summary = summary_of(config, arms[0].files, None if control is None else control.files)
+    parts = [summary["run"], *([summary["control"]] if summary["control"] is not None else [])]
+    lines = [(arm.label, arm.key, arm.files.steps) for arm in arms]
+    by_task, tasks_left_out = task_curves([(arm.label, arm.key, arm.rewards) for arm in arms])
+    try:
+        groups = transcript_groups([(arm.key, arm.label, arm.ends) for arm in arms])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunDirError(
+            "transcripts.jsonl of the run or its control",
+            f"{type(error).__name__}: {error}",
+            "rows as `slime-tandem train` writes them",
+            "restore the file, or move it away: the report then has no transcripts",
+        ) from error
+    return {
+        "summary": summary,
+        "name": passage(config.name, 200),
+        "status": _status(summary),
+        "legend": [(arm.key, arm.label) for arm in arms],
+        "cards": [_card(name, title, parts) for name, title in CARDS],
+        "curves": [c for name, title in CURVES if (c := curve(name, title, lines)) is not None],
+        "by_task": by_task,
+        "tasks_left_out": tasks_left_out,
+        "box": {"w": WIDTH, "h": HEIGHT, "l": LEFT, "r": WIDTH - RIGHT, "t": TOP, "b": HEIGHT - BOTTOM},
+        "evaluation": [
+            (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for part in parts])
             for name, title in EVALUATION
         ],
-        seconds=_seconds([part for _, part, _ in parts]),
-        groups=groups,
-        config_yaml=config.to_yaml(),
-        config_line=(
+        "seconds": _seconds(parts),
+        "groups": groups,
+        "config_yaml": config.to_yaml(),
+        "config_line": (
             f"{config.train.steps} steps of {config.train.prompts_per_step} prompts × "
             f"{config.train.samples_per_prompt} responses, seed {config.seed}"
         ),
-    )
+    }
+
+
+def _ends(folder: Path) -> dict[str, Ends]:
+    return ends_of(read_rows(folder / "transcripts.jsonl"))
 
 
 def task_curves(runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> tuple[list[Curve], int]:
@@ -200,18 +223,6 @@ def task_curves(runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) ->
     return [plot for plot in plots if plot is not None], len(samples) - len(shown)
 
 
-def _groups(parts: Sequence[tuple[str, str, Path]]) -> list[TranscriptGroup]:
-    try:
-        return transcript_groups(parts)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunDirError(
-            f"transcripts.jsonl in {parts[0][2]} or its control/",
-            f"{type(error).__name__}: {error}",
-            "rows as `slime-tandem train` writes them",
-            "restore the file, or move it away: the report then has no transcripts",
-        ) from error
-
-
 def _status(summary: Summary) -> str:
     if summary["complete"]:
         return "complete"
@@ -231,9 +242,11 @@ def _cell(name: str, part: RunPart) -> Cell:
 
     if before is None or after is None:
         return Cell(text(before), text(after), "", None)
-    change = after - before
+    change = round(after - before, digits)
+    if change == 0:  # what is shown as no change has no sign and no colour
+        return Cell(text(before), text(after), text(0.0), None)
     direction = METRICS[name].direction
-    good = None if direction == "none" or change == 0 else (change > 0) == (direction == "up")
+    good = None if direction == "none" else (change > 0) == (direction == "up")
     return Cell(text(before), text(after), f"{change:+.{digits}f}".replace("-", "\N{MINUS SIGN}"), good)
 
 
@@ -246,127 +259,6 @@ def _seconds(parts: Sequence[RunPart]) -> list[dict[str, Any]]:
         cells = [f"{values[n]:.2f}" if n in values else DASH for n in (*SECONDS, "step")]
         rows.append({"label": part["label"], "bars": bars, "cells": cells})
     return rows
-
-
-def transcript_groups(parts: Sequence[tuple[str, str, Path]]) -> list[TranscriptGroup]:
-    """First-step and last-step transcripts by run and phase, held-out ones first; at most MAX_TRANSCRIPTS in all.
-
-    `parts` are (key, label, folder). Where both steps hold answers to the same prompts, these come first, in pairs.
-    """
-    found: list[tuple[str, str, list[int], list[Mapping[str, Any]], list[Mapping[str, Any]]]] = []
-    for key, label, folder in parts:
-        for phase, words in (("eval", "held-out"), ("train", "training")):
-            steps, first, last = _ends(folder / "transcripts.jsonl", phase)
-            if steps:
-                found.append((f"{key}-{phase}", f"{label}, {words}", steps, first, last))
-    each = MAX_TRANSCRIPTS // max(1, 2 * len(found))
-    groups = []
-    for key, title, steps, first, last in found:
-        shared = {row["prompt"] for row in first} & {row["prompt"] for row in last}
-        columns = [sorted(rows, key=lambda row: row["prompt"] not in shared)[:each] for rows in (first, last)]
-        if shared:
-            order = {row["prompt"]: i for i, row in reversed(list(enumerate(columns[0])))}
-            columns[1].sort(key=lambda row: order.get(row["prompt"], len(order)))
-        views = []
-        for i in range(max(len(column) for column in columns)):
-            for number, column in enumerate(columns, 1):
-                if i < len(column):
-                    views.append(_view(column[i], number))
-        groups.append(TranscriptGroup(key, title, tuple(steps), tuple(views)))
-    return groups
-
-
-def _ends(path: Path, phase: str) -> tuple[list[int], list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """The first and the last step with transcripts of a phase, and those transcripts; one step goes to `first`."""
-    first: list[Mapping[str, Any]] = []
-    last: list[Mapping[str, Any]] = []
-    for row in read_rows(path):
-        if row["phase"] != phase:
-            continue
-        if not first or row["step"] == first[0]["step"]:
-            first.append(row)
-        else:
-            if last and row["step"] != last[0]["step"]:
-                last = []
-            last.append(row)
-    return [rows[0]["step"] for rows in (first, last) if rows], first, last
-
-
-def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
-    raw = row["tokens"]
-    has_teacher = any(token["teacher_log_prob"] is not None for token in raw)
-    why = (
-        "not aligned: no teacher token covers exactly these bytes"
-        if has_teacher
-        else "no teacher value for this response: no teacher in this run, its answer was unusable, or nothing aligned"
-    )
-    head, tail = raw, []
-    if len(raw) > MAX_TOKENS:
-        head, tail = raw[: MAX_TOKENS * 4 // 5], raw[-(MAX_TOKENS // 5) :]
-    prompt = str(row["prompt"])
-    if len(prompt) > MAX_PROMPT_CHARS:
-        prompt = f"{prompt[:MAX_PROMPT_CHARS]} … ({len(prompt) - MAX_PROMPT_CHARS} more characters)"
-    senior = sum(token["author"] == SENIOR for token in raw)
-    return TranscriptView(
-        step=row["step"],
-        column=column,
-        prompt=prompt,
-        label=row["label"],
-        task=row["task"],
-        reward=f"{row['reward']:.2f}",
-        right=row["reward"] >= RIGHT_REWARD,
-        finish={"stop": "", "length": "cut at the length cap", "abort": "aborted"}.get(
-            row["finish_reason"], row["finish_reason"]
-        ),
-        n_tokens=len(raw),
-        senior_share=f"{100 * senior / len(raw):.0f}%" if raw else DASH,
-        why=why,
-        tokens=tuple(_token(token) for token in head),
-        skipped=len(raw) - len(head) - len(tail),
-        tail=tuple(_token(token) for token in tail),
-    )
-
-
-def _token(token: Mapping[str, Any]) -> TokenView:
-    senior = token["author"] == SENIOR
-    own, teacher = token["log_prob"], token["teacher_log_prob"]
-    css = ["k", "s" if senior else "i" if token["author"] is None else "j"]
-    if senior:
-        css.append("na" if teacher is None else shade(own - teacher))
-    return TokenView(" ".join(css), visible(token["text"]), f"{own:.3f}", None if teacher is None else f"{teacher:.3f}")
-
-
-def shade(difference: float) -> str:
-    """The CSS class of log pi_student - log pi_teacher (nats): d0 near zero, p1..p3 and n1..n3 outwards.
-
-    >>> [shade(d) for d in (0.05, 0.3, 7.0, -1.0)]
-    ['d0', 'p1', 'p3', 'n2']
-    """
-    level = sum(abs(difference) >= edge for edge in SHADE_EDGES)
-    return "d0" if level == 0 else f"{'p' if difference > 0 else 'n'}{level}"
-
-
-def visible(text: str) -> Markup:
-    """A token's text as safe HTML: marks for newline, tab, nothing and control characters.
-
-    >>> str(visible("<b>\\n"))
-    '&lt;b&gt;<i class="c">↵</i>\\n'
-    """
-    if not text:
-        return Markup('<i class="c">∅</i>')
-    out: list[Markup] = []
-    for char in text:
-        if char == "\n":
-            out.append(Markup('<i class="c">↵</i>\n'))
-        elif char == "\t":
-            out.append(Markup('<i class="c">⇥</i>\t'))
-        elif ord(char) < 0x20:
-            out.append(Markup('<i class="c">{}</i>').format(chr(0x2400 + ord(char))))
-        elif char in _BIDI_CONTROLS or unicodedata.category(char) in ("Cc", "Cs", "Co", "Zl", "Zp"):
-            out.append(Markup('<i class="c">U+{}</i>').format(f"{ord(char):04X}"))
-        else:
-            out.append(escape(char))
-    return Markup("").join(out)
 
 
 def main() -> int:

@@ -89,6 +89,13 @@ _TABLE = (
         "down",
         "control tokens typed by users, tools or environments (models.text_markers says what becomes of them)",
     ),
+    _step(
+        "rollout/skipped_rows",
+        "rows",
+        "sum over the step",
+        "down",
+        "bad rows of prompt files that the step's draw left out (tasks[].bad_lines=skip)",
+    ),
     _step("tandem/senior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the senior wrote"),
     _step("tandem/junior_token_fraction", "fraction", "ratio of sums", "none", "sampled tokens that the junior wrote"),
     _step("tandem/switches_per_seq", "switches", "sample mean", "none", "changes of author in one response"),

@@ -33,6 +33,9 @@ from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
 
+RIGHT = "right"
+"""What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
+
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
 _FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_every", "train.threads", "eval.every")
 
@@ -91,24 +94,29 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    row = parse_json(line, surrogates=True)
-                    if not isinstance(row, dict):
-                        raise ValueError("no object")
-                    if type(row.get("step")) is not int or row["step"] < 0:
-                        raise ValueError(f"step {row.get('step')!r:.60}")
-                    if not isinstance(row.get("phase", ""), str):
-                        raise ValueError(f"phase {row['phase']!r:.60}")
-                except ValueError as error:
-                    raise RunDirError(
-                        f"{path}:{number}",
-                        line[:80].decode("utf-8", "replace"),
-                        f"one JSON object with a `step` ({error})",
-                        "restore the file, or delete this line",
-                    ) from None
-                yield row
+                yield read_row(path, number, line)
     except FileNotFoundError:
         return
+
+
+def read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row of one line; raises RunDirError, naming file and line, for one that this module did not write."""
+    try:
+        row = parse_json(line, surrogates=True)
+        if not isinstance(row, dict):
+            raise ValueError("no object")
+        if type(row.get("step")) is not int or row["step"] < 0:
+            raise ValueError(f"step {row.get('step')!r:.60}")
+        if not isinstance(row.get("phase", ""), str):
+            raise ValueError(f"phase {row['phase']!r:.60}")
+    except ValueError as error:
+        raise RunDirError(
+            f"{path}:{number}",
+            line[:80].decode("utf-8", "replace"),
+            f"one JSON object with a `step` ({error})",
+            "restore the file, or delete this line",
+        ) from None
+    return row
 
 
 @contextmanager
@@ -206,12 +214,19 @@ class RunWriter:
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         self._events.histograms(step, histograms)
 
-    def write_eval(self, step: int, phase: EvalPhase, row: Row) -> None:
-        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row."""
+    def write_eval(
+        self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
+    ) -> None:
+        """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
+
+        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals.
+        """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(self._evals, [{"step": step, "phase": phase, **row}])
+        self._append(
+            self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
+        )
         self._seen.add((step, phase))
         self._events.scalars(step, row)
 

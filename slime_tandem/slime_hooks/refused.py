@@ -483,6 +483,7 @@ RULES: tuple[Rule, ...] = (*_NEVER, *_LOSS, *_OBJECTIVE, *_TRUNCATION, *_ADVANTA
 FOLLOWED: dict[str, str] = {
     "--rollout-seed": "seed",
     "--hf-checkpoint": "models.senior",
+    "--apply-chat-template-kwargs": "models.template_kwargs",
     "--rollout-temperature": "sampling.temperature",
     "--rollout-top-k": "sampling.top_k",
     "--rollout-max-response-len": "sampling.max_new_tokens",

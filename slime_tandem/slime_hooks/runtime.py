@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,7 +72,6 @@ class Runtime:
     engines: Mapping[int, Engine]
     panel: TeacherPanel | None
     aborted: Callable[[], bool]
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     async def write(
         self, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool = False
@@ -142,8 +141,8 @@ class Runtime:
 
     @property
     def _chat(self) -> Chat:
-        """The senior's template, with the variables that slime renders prompts with."""
-        return self.roster.student.chat(self.template_kwargs)
+        """The senior's template, with the variables that slime renders prompts with (`models.template_kwargs`)."""
+        return self.roster.student.chat()
 
     @cached_property
     def _places(self) -> asyncio.Semaphore:
@@ -257,10 +256,8 @@ async def connect(args: Any) -> Runtime:
             asked = Sharing(engine) if scores_by_id(config) else engine
             teachers.append(roster.teacher(role, asked, await engine.model_info()))
         panel = TeacherPanel(teachers, roster.scoring)
-    kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
-    roster.environments.template_kwargs = kwargs
     settle_collector()
-    return Runtime(roster, engines, panel, lambda: _aborted(args), kwargs)
+    return Runtime(roster, engines, panel, lambda: _aborted(args))
 
 
 def settle_collector() -> None:

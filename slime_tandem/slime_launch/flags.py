@@ -6,6 +6,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
-from slime_tandem.slime_launch.prompts import prompt_data
+from slime_tandem.slime_launch.prompts import Text, prompt_data
 from slime_tandem.slime_launch.served import in_context, of_architecture, served
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
 from slime_tandem.slime_launch.user_flags import accepted, split
@@ -75,16 +76,17 @@ class Plan:
     layout: Layout
     environment: Mapping[str, str]
     flags: Sequence[str]
-    files: Mapping[Path, str]
+    files: Mapping[Path, Text]
     urls: Sequence[str]
     notes: Sequence[str]
 
     def write(self) -> None:
-        """Write the files that the flags name; raises ConfigError where that cannot be done."""
+        """Write the files that the flags name; raises ConfigError where that cannot be done, DataError for a bad row that is
+        read only now."""
         for path, text in self.files.items():
             try:
-                with whole_file(path) as file:
-                    file.write_text(text, encoding="utf-8")
+                with whole_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+                    file.writelines((text,) if isinstance(text, str) else text)
             except OSError as error:
                 raise ConfigError.of_os_error(path, error) from None
 
@@ -123,7 +125,7 @@ def plan(
     routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
-    files = {
+    files: dict[Path, Text] = {
         settings: yaml.safe_dump({KEY: _settings(config)}, sort_keys=False, allow_unicode=True),
         servers: to_yaml(sglang_config(place, mem_fraction=config.cluster.mem_fraction, routes=routes)),
         **prompt_files,
@@ -272,7 +274,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     tree.pop("seed", None)
     if config.train.epochs_per_step > 1:  # the rest of `train` is said by flags
         tree["train"] = {"epochs_per_step": config.train.epochs_per_step}
-    tree.get("models", {}).pop("senior", None)
+    for name in ("senior", "template_kwargs"):
+        tree.get("models", {}).pop(name, None)
     return tree
 
 
@@ -305,6 +308,8 @@ def _rollout(config: RunConfig) -> list[str]:
     flags += ["--rollout-top-p", "1", "--rollout-top-k", str(s.top_k)]  # top_p stays in our section: docs/slime.md
     if s.stop:
         flags += ["--rollout-stop", *s.stop]
+    if config.models.template_kwargs:
+        flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
     return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
 

@@ -56,6 +56,8 @@ def same(name: str, ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
     >>> same("--lr", ["1e-06"], ["1e-6"]), same("--lr", ["1e-06"], ["2e-6"]), same("--rollout-stop", ["1"], ["1.0"])
     (True, False, False)
+    >>> same("--apply-chat-template-kwargs", ['{"a": 1}'], ['{"a":1}'])
+    True
     >>> same("--moe-layer-freq", ["[1,1,1]"], ["[0]*0+[1]*3"])
     True
     """

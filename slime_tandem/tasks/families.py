@@ -45,6 +45,7 @@ from slime_tandem.tasks.formulas import prepare, require_math_verify
 from slime_tandem.tasks.jsonl import JsonlFamily
 from slime_tandem.tasks.judging import Judge, Quick, Verdict
 from slime_tandem.tasks.own_scorers import OWN_SCORERS
+from slime_tandem.tasks.row_files import Source
 from slime_tandem.types import Message, Prompt
 
 EVALUATED_AS_CODE: Mapping[str, str] = {
@@ -91,7 +92,9 @@ class TaskSet:
         self._families = tuple(_make(spec, f"tasks.{index}", labels) for index, spec in enumerate(specs))
         for index, (spec, family) in enumerate(zip(specs, self._families, strict=True)):
             find_reward(spec, f"tasks.{index}")
-            if isinstance(family, Listed):
+            if isinstance(family, JsonlFamily):
+                require_for_labels(spec, f"tasks.{index}", family.known_labels)
+            elif isinstance(family, Listed):
                 require_for_labels(spec, f"tasks.{index}", [p.label for p in family.prompts if p.label is not None])
             else:
                 require_for_labels(spec, f"tasks.{index}")
@@ -108,10 +111,31 @@ class TaskSet:
         ]
 
     @property
-    def listed_prompts(self) -> list[Prompt]:
-        """Every prompt of the prompt files; what else there is is made when it is drawn."""
-        listed = ((i, family) for i, family in enumerate(self._families) if isinstance(family, Listed))
-        return [_of_task(prompt, i) for i, family in listed for prompt in family.prompts]
+    def sources(self) -> dict[int, Source]:
+        """What the prompt files are, by the number of the task."""
+        return {i: family.source for i, family in enumerate(self._families) if isinstance(family, JsonlFamily)}
+
+    @property
+    def skipped_rows(self) -> int:
+        """Bad rows of prompt files that were left out of draws so far."""
+        return sum(family.skipped for family in self._families if isinstance(family, JsonlFamily))
+
+    @property
+    def listed_prompts(self) -> Iterator[Prompt]:
+        """Every prompt of the prompt files, each read when it is asked for; what else there is is made when it is drawn."""
+        for i, family in enumerate(self._families):
+            if isinstance(family, Listed):
+                yield from (_of_task(prompt, i) for prompt in family.prompts)
+
+    @property
+    def tagged_prompts(self) -> list[Prompt]:
+        """One prompt of each tag and teacher that the prompt files name, as far as they were read."""
+        return [
+            _of_task(prompt, i)
+            for i, family in enumerate(self._families)
+            if isinstance(family, Listed)
+            for prompt in (family.tagged if isinstance(family, JsonlFamily) else family.prompts)
+        ]
 
     def train_prompts(self, step: int, n: int) -> list[Prompt]:
         """`n` prompts for a step: a pure function of (seed, step, n), so that a resumed run sees what it would have seen.

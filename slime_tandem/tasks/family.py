@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from slime_tandem.config import TaskSpec
@@ -41,8 +41,8 @@ class Listed(Protocol):
     """A family that has all of its prompts beforehand."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """All of them."""
+    def prompts(self) -> Iterable[Prompt]:
+        """All of them, in order."""
         ...
 
 

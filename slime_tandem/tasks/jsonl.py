@@ -1,13 +1,16 @@
-"""The family `jsonl`: a file of the user's prompts and labels, in the dialects of `columns` and the formats of `row_files`."""
+"""The family `jsonl`: a file of the user's prompts and labels, in the dialects of `columns` and the formats of `row_files`.
+
+Prompts are not kept: a row is read when it is drawn. At the start `CHECKED` rows are read, all of a file that has no more, else
+rows evenly spaced; what is wrong with another is told when it is drawn.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 from slime_tandem.config import AnswerKind, TaskSpec
@@ -17,33 +20,143 @@ from slime_tandem.tasks import labels as kinds
 from slime_tandem.tasks.answers import label_reward
 from slime_tandem.tasks.columns import Keys, Picked, final_answer, no_label, pick
 from slime_tandem.tasks.family import make_prompt
-from slime_tandem.tasks.row_files import rows_of
+from slime_tandem.tasks.row_files import Rows, Source, open_rows
+from slime_tandem.tasks.saved_datasets import HubName, from_hub, saved
+from slime_tandem.tasks.shuffles import shuffled
 from slime_tandem.types import Message, Prompt
 
+CHECKED = 50_000
+"""Rows that are read when a job starts: about two seconds."""
+_TAGS = 10_000
 _ROLES = ("system", "user", "assistant", "tool")
 _MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Further keys of a message that chat templates take."""
 
 
 class JsonlFamily:
-    """A prompt file; the whole file is read and checked when this is made. Raises DataError as `read_prompts`."""
+    """A prompt file. `labels`: every row needs one, of the kind `spec.answer`.
+
+    A prompt is text, or a list of {role, content}; turns of tools may have the further keys of `_MORE`. Where the last turn is
+    the assistant's, it is the answer, no part of the prompt. A worked solution is read for its final answer; it stays in the
+    metadata.
+
+    Raises DataError with file, line and reason for a bad row, unless `spec.bad_lines` is `skip`, and for a file that is
+    missing, empty or no such file, or has no good row among those that are read now.
+
+    `notes`: for people, what was taken for what. `tagged`: one prompt of each tag and teacher that was seen. `known_labels`:
+    a label that takes mathematics to compare, if one was seen; None: not all were looked at.
+    """
 
     def __init__(self, spec: TaskSpec, where: str, *, labels: bool = True) -> None:
-        self._spec = spec
-        self.prompts, self.notes = read_prompts(spec, labels=labels and spec.by_label)
+        self._spec, self._labels = spec, labels and spec.by_label
+        self._keys = Keys(spec.input_key, spec.label_key, spec.metadata_key)
+        self._rows = _opened(spec)
+        self._csv = spec.path is not None and bool({".csv", ".tsv"} & {s.lower() for s in Path(spec.path).suffixes})
+        self.skipped = 0
+        self._check()
+
+    @property
+    def source(self) -> Source:
+        """What the rows are from."""
+        return self._rows.source
+
+    def __len__(self) -> int:
+        """Rows, blank and bad ones among them."""
+        return len(self._rows)
+
+    @property
+    def prompts(self) -> Iterator[Prompt]:
+        """Every prompt, in order; each is read when it is asked for."""
+        for number in range(len(self._rows)):
+            if (prompt := self._at(number)) is not None:
+                yield prompt
 
     def stream(self, key: str) -> Iterator[Prompt]:
         """Whole shuffles of the file, so that no line comes twice before each came once."""
         epoch = 0
         while True:
-            order = list(self.prompts)
-            Random(f"{key}/{epoch}").shuffle(order)  # noqa: S311
-            yield from order
+            for number in shuffled(len(self._rows), f"{key}/{epoch}"):
+                if (prompt := self._at(number)) is not None:
+                    yield prompt
             epoch += 1
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """1.0 if the answer in `text` is the label."""
         return label_reward(prompt, text, self._spec.answer, self._spec.answer_format)
+
+    def _at(self, number: int) -> Prompt | None:
+        """The prompt of a row, None for a blank line and for a bad row that is skipped: `skipped` counts these."""
+        try:
+            read = self._read(number)
+        except DataError:
+            if self._spec.bad_lines == "refuse":
+                raise
+            self.skipped += 1
+            return None
+        return None if read is None else read.prompt
+
+    def _read(self, number: int) -> _Read | None:
+        where, row = self._rows[number]
+        if row is None:
+            return None
+        if isinstance(row, DataError):
+            raise row
+        picked = pick(row, where, self._keys)
+        if self._csv:
+            picked = picked._replace(input=_cell(picked.input, f"{where} {picked.input_key}"))
+        prompt, label_from = _prompt(picked, where, self._labels, self._spec)
+        if prompt.label is None and self._labels:
+            raise no_label(row, where, self._keys)
+        return _Read(prompt, f"prompt from {picked.input_key}, {label_from}", picked.metadata)
+
+    def _check(self) -> None:
+        spec, name = self._spec, self.source.name
+        every = max(1, math.ceil(len(self._rows) / CHECKED))
+        good, bad, first_bad = 0, 0, None
+        dialects: Counter[str] = Counter()
+        others: dict[str, None] = {}
+        tagged: dict[tuple[str, str], Prompt] = {}
+        formula: list[str] = []
+        for number in range(0, len(self._rows), every):
+            try:
+                if (read := self._read(number)) is None:
+                    continue
+            except DataError as error:
+                if spec.bad_lines == "refuse":
+                    raise
+                bad, first_bad = bad + 1, first_bad or error
+                continue
+            good += 1
+            prompt, dialect, metadata = read
+            dialects[dialect] += 1
+            others |= dict.fromkeys(metadata)
+            if len(tagged) < _TAGS:
+                tagged.setdefault((prompt.task, repr(prompt.metadata.get("teacher"))), prompt)
+            if not formula and prompt.label is not None and kinds.needs_formulas(prompt.label, spec.answer):
+                formula.append(prompt.label)
+        if not good:
+            if first_bad is not None:
+                raise first_bad
+            raise DataError("path", name, "at least one line", "add prompts to the file")
+        self.tagged = tuple(tagged.values())
+        self.known_labels = formula if formula or every == 1 else None
+        of = "" if every == 1 else f" of {good + bad} looked at"
+        notes = [f"{name}: {n} rows{of}: {dialect}" for dialect, n in dialects.most_common()]
+        if others:
+            notes.append(f"{name}: metadata: {', '.join(list(others)[:20])}{', ...' if len(others) > 20 else ''}")
+        if first_bad is not None:
+            notes.append(f"{name}: {bad} bad rows{of} skipped; the first: {first_bad.what}")
+        if every > 1:
+            notes.append(
+                f"{name}: {len(self._rows)} rows, one in {every} looked at now, the others when they are drawn"
+            )
+        self.notes = tuple(notes)
+
+
+class _Read(NamedTuple):
+    prompt: Prompt
+    dialect: str
+    metadata: dict[str, Any]
 
 
 class PromptFile(NamedTuple):
@@ -54,51 +167,22 @@ class PromptFile(NamedTuple):
 
 
 def read_prompts(spec: TaskSpec, *, labels: bool = True) -> PromptFile:
-    """The prompts of the file `spec.path`: a row each (`row_files`), its columns as `columns` says.
+    """All prompts of a file at once, as `JsonlFamily` reads them, and its notes. Raises DataError as that."""
+    family = JsonlFamily(spec, "tasks.0", labels=labels)
+    return PromptFile(tuple(family.prompts), family.notes)
 
-    `labels`: every row needs one, of the kind `spec.answer`. A prompt is text, or a list of {role, content}; turns of tools may
-    have the further keys of `_MORE`. Where the last turn is the assistant's, it is the answer, no part of the prompt. A worked
-    solution is read for its final answer; it stays in the metadata.
 
-    Raises DataError with file, line and reason for the first bad row, unless `spec.bad_lines` is `skip`, and for a file that
-    is missing, empty or no such file, or has no good row.
-    """
+def _opened(spec: TaskSpec) -> Rows:
+    if spec.hub is not None:
+        return from_hub(HubName(spec.hub, spec.subset, spec.split, spec.revision))
     assert spec.path is not None, "TaskSpec checks it"
-    path, keys = Path(spec.path), Keys(spec.input_key, spec.label_key, spec.metadata_key)
-    prompts: list[Prompt] = []
-    bad, first_bad = 0, None
-    dialects: Counter[str] = Counter()
-    others: dict[str, None] = {}
-    csv = ".csv" in path.suffixes or ".tsv" in path.suffixes
-    with closing(rows_of(path)) as rows:
-        for where, row in rows:
-            try:
-                if isinstance(row, DataError):
-                    raise row
-                picked = pick(row, where, keys)
-                if csv:
-                    picked = picked._replace(input=_cell(picked.input, f"{where} {picked.input_key}"))
-                prompt, label_from = _prompt(picked, where, labels, spec)
-                if prompt.label is None and labels:
-                    raise no_label(row, where, keys)
-            except DataError as error:
-                if spec.bad_lines == "refuse":
-                    raise
-                bad, first_bad = bad + 1, first_bad or error
-                continue
-            prompts.append(prompt)
-            dialects[f"prompt from {picked.input_key}, {label_from}"] += 1
-            others |= dict.fromkeys(picked.metadata)
-    if not prompts:
-        if first_bad is not None:
-            raise first_bad
-        raise DataError("path", str(path), "at least one line", "add prompts to the file")
-    notes = [f"{path}: {n} rows: {dialect}" for dialect, n in dialects.most_common()]
-    if others:
-        notes.append(f"{path}: metadata: {', '.join(list(others)[:20])}{', ...' if len(others) > 20 else ''}")
-    if first_bad is not None:
-        notes.append(f"{path}: {bad} bad rows skipped; the first: {first_bad.what}")
-    return PromptFile(tuple(prompts), tuple(notes))
+    path = Path(spec.path)
+    if path.is_dir():
+        return saved(path, spec.split)
+    if spec.split is not None:
+        expected = "none: a file has no splits, a folder that `datasets` saved may have"
+        raise DataError("split", spec.split, expected, "leave tasks[].split out, or name a folder")
+    return open_rows(path)
 
 
 def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[Prompt, str]:

@@ -67,12 +67,14 @@ def fits(label: str, answer: AnswerKind | None) -> bool:
     >>> fits("4", "number"), fits("four", "number"), fits("four", None)
     (True, False, True)
     """
+    if answer is None or answer == "text":
+        return True
     if answer == "choice":
         return _letter(label) is not None
     kind = kind_of(label)
     if answer == "number":
         return kind == "number"
-    return answer != "math" or kind in ("number", "math", "list") or _is_symbol(_mathematics(label))
+    return kind in ("number", "math", "list") or _is_symbol(_mathematics(label))
 
 
 def needs_formulas(label: str, answer: AnswerKind | None) -> bool:

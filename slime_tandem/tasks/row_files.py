@@ -1,43 +1,86 @@
-"""Rows of data files: JSON lines, a JSON list, CSV, TSV, Parquet, and each of them in gzip, by the extension. Knows no column.
+"""Rows of data files, by number: JSON lines, a JSON list, CSV, TSV, Parquet, and each of them in gzip.
 
-Lines, cells and record batches are read one after the other; a JSON list is read whole, and so is bounded
-(`files.MOST_JSON`).
+Knows no column. A file is passed over once, for where its rows begin and for its SHA-256; a row is read when it is asked for.
+In memory are eight bytes a row. What cannot be read from the middle is written out once, into a file without a name that goes
+with the process: gzip as it unpacks, Parquet as Arrow. A JSON list is read whole, and so is bounded (`files.MOST_JSON`).
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import csv
 import datetime
 import decimal
 import gzip
+import hashlib
 import io
+import itertools
 import math
+import os
+import shutil
+import tempfile
+import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from slime_tandem.errors import DataError
 from slime_tandem.files import MOST_JSON, parse_json
 
-Row = tuple[str, dict[str, Any] | DataError]
-"""(file and line, the row); in the place of a row that cannot be read, what is wrong with it."""
+Row = tuple[str, dict[str, Any] | DataError | None]
+"""(file and line, the row); in the place of a row that cannot be read, what is wrong with it; None: a blank line."""
 
 EXAMPLE = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
+EXTRA = "pip install 'slime-tandem[data]'"
 _BOM = b"\xef\xbb\xbf"
+_CHUNK = 2**24
+_BATCH = 2**14
 
 
-def rows_of(path: Path) -> Generator[Row]:
-    """The rows of a file, in order, without blank lines. A name without an extension that is known is read as JSON lines.
+class Source(NamedTuple):
+    """What rows are from, so that another file of the same name is noticed: bytes, and a digest of all of them."""
 
-    Raises DataError for a file that is missing or unreadable as a whole: no gzip, no Parquet, no table, a line without end.
+    name: str
+    size: int
+    digest: str
+
+
+class Rows(Protocol):
+    """The rows of one file; `len` counts blank lines, too."""
+
+    source: Source
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Row: ...
+
+
+def open_rows(path: Path) -> Rows:
+    """The rows of a file, by its extension; a name without one that is known is read as JSON lines.
+
+    Raises DataError for what is missing or unreadable as a whole: no gzip, no Parquet, no table.
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes[-1:] == [".gz"]
     kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
     try:
-        with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            yield from _READERS.get(kind, _lines)(file, str(path))  # type: ignore[arg-type]
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if packed:
+                digest = _digest(file)
+                with tempfile.TemporaryFile() as plain, gzip.open(path, "rb") as unpacked:
+                    shutil.copyfileobj(unpacked, plain, _CHUNK)
+                    plain.flush()
+                    plain.seek(0)
+                    return _READERS.get(kind, _lines)(plain, Source(str(path), size, digest))
+            return _READERS.get(kind, _lines)(file, Source(str(path), size, ""))
     except FileNotFoundError:
         raise DataError("path", str(path), "an existing file", "check tasks.*.path") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -47,101 +90,275 @@ def rows_of(path: Path) -> Generator[Row]:
         raise DataError("path", str(path), expected, remedy) from None
 
 
-def _lines(file: IO[bytes], path: str) -> Iterator[Row]:
-    number = 0
-    while line := file.readline(MOST_JSON + 1):  # cut at \n alone: JSON may hold U+2028, which splitlines cuts at
-        number += 1
-        where = f"{path}:{number}"
+class _Bytes:
+    """An open file, of which any part can be read; it must stay as it is."""
+
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        self._fd, self._name = os.dup(file.fileno()), name
+        weakref.finalize(self, os.close, self._fd)
+        self._then = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        state = os.fstat(self._fd)
+        return state.st_size, state.st_mtime_ns
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop); raises DataError if the file was written to since it was opened."""
+        if self._now() != self._then:
+            expected = "the file as it was when the job started: rows are read when they are drawn"
+            raise DataError("path", self._name, expected, "start again; write new data to another file")
+        return os.pread(self._fd, stop - start, start)
+
+
+class _LineRows:
+    """JSON lines, cut at \\n alone: JSON may hold U+2028, which splitlines cuts at."""
+
+    def __init__(self, data: _Bytes, starts: npt.NDArray[np.uint64], source: Source) -> None:
+        self._data, self._starts, self.source = data, starts, source
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, number: int) -> Row:
+        where = f"{self.source.name}:{number + 1}"
+        start, stop = int(self._starts[number]), int(self._starts[number + 1])
+        line = self._data.read(start, min(stop, start + MOST_JSON + 1))
         if len(line) > MOST_JSON:
-            raise DataError(where, _shown(line), f"a line of at most {MOST_JSON} bytes", "split what is in it")
-        if number == 1:
+            return where, DataError(where, _shown(line), f"a line of at most {MOST_JSON} bytes", "split what is in it")
+        if number == 0:
             line = line.removeprefix(_BOM)
         if not line.strip():
-            continue
+            return where, None
         try:
-            yield where, _object(parse_json(line.rstrip(b"\n")), where, line)
+            return where, _object(parse_json(line.rstrip(b"\n")), where, line)
         except UnicodeDecodeError as error:
-            yield where, DataError(where, _shown(line), f"UTF-8 text ({error.reason})", "save the file as UTF-8")
+            return where, DataError(where, _shown(line), f"UTF-8 text ({error.reason})", "save the file as UTF-8")
         except ValueError as error:
-            yield where, DataError(where, _shown(line), f"one JSON object ({error})", EXAMPLE)
+            return where, DataError(where, _shown(line), f"one JSON object ({error})", EXAMPLE)
 
 
-def _json(file: IO[bytes], path: str) -> Iterator[Row]:
+class _CsvRows:
+    """CSV: `starts` of rows, the number of the line that each begins in, and the names of the columns."""
+
+    def __init__(
+        self, data: _Bytes, starts: npt.NDArray[np.uint64], lines: Sequence[int], source: Source, delimiter: str
+    ) -> None:
+        self._data, self._starts, self._lines, self._delimiter = data, starts, lines, delimiter
+        self.source = source
+        first = next((i for i in range(len(starts) - 1) if data.read(int(starts[i]), int(starts[i + 1])).strip()), None)
+        self._skipped = len(starts) - 1 if first is None else first + 1
+        self._names: list[str] = []
+        if first is None:
+            return
+        names = self._cells(first)
+        where = f"{source.name}:{self._line(first)}"
+        if isinstance(names, DataError):
+            raise names
+        if not names or len(set(names)) < len(names) or not all(names):
+            raise DataError(where, names, "a row with the columns' names, each once", "name every column")
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1 - self._skipped
+
+    def __getitem__(self, number: int) -> Row:
+        where, cells = f"{self.source.name}:{self._line(number + self._skipped)}", self._cells(number + self._skipped)
+        if isinstance(cells, DataError):
+            return where, cells
+        if not cells:
+            return where, None
+        if len(cells) != len(self._names):
+            expected = f"{len(self._names)} cells, one for each of {', '.join(self._names)}"
+            return where, DataError(where, f"{len(cells)} cells", expected, "quote cells that hold the delimiter")
+        return where, dict(zip(self._names, cells, strict=True))
+
+    def _line(self, row: int) -> int:
+        return self._lines[row] + 1
+
+    def _cells(self, row: int) -> list[str] | DataError:
+        where = f"{self.source.name}:{self._line(row)}"
+        raw = self._data.read(int(self._starts[row]), int(self._starts[row + 1]))
+        csv.field_size_limit(MOST_JSON)
+        try:
+            text = raw.decode("utf-8-sig" if row == 0 else "utf-8")
+            return next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
+        except csv.Error as error:
+            return DataError(where, None, f"a row of CSV ({error})", "mend this row, quotes first")
+        except UnicodeDecodeError as error:
+            return DataError(where, _shown(raw), f"UTF-8 text ({error.reason})", "save the file as UTF-8")
+
+
+class _ListRows:
+    """The entries of a JSON list."""
+
+    def __init__(self, rows: Sequence[Any], source: Source) -> None:
+        self._rows, self.source = rows, source
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        row, where = self._rows[number], f"{self.source.name}: entry {number + 1}"
+        return where, _object(row, where, b"" if isinstance(row, dict) else repr(row).encode("utf-8", "replace"))
+
+
+class ArrowRows:
+    """Rows of Arrow: `take(number)` gives one as Arrow makes Python of it."""
+
+    def __init__(self, count: int, take: Callable[[int], dict[str, Any]], source: Source) -> None:
+        self._count, self._take, self.source = count, take, source
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Row:
+        where = f"{self.source.name}: row {number + 1}"
+        try:
+            return where, _plain(self._take(number))
+        except ValueError as error:
+            return where, DataError(where, None, f"text, numbers, lists and objects ({error})", "leave it out")
+
+
+def _lines(file: IO[bytes], source: Source) -> Rows:
+    ends, digest, _ = _pass(file)
+    return _LineRows(_Bytes(file, source.name), ends, source._replace(digest=source.digest or digest))
+
+
+def _json(file: IO[bytes], source: Source) -> Rows:
     """A list of objects; what does not begin like a list is read as JSON lines, which are often called `.json`, too."""
-    head = file.peek(4096) if isinstance(file, io.BufferedReader) else file.read(4096)
-    if not isinstance(file, io.BufferedReader):
-        file.seek(0)
+    head = file.read(4096)
+    file.seek(0)
     if not head.removeprefix(_BOM).lstrip().startswith(b"["):
-        yield from _lines(file, path)
-        return
+        rows = _lines(file, source)
+        _refuse_object(file, source)
+        return rows
+    text = file.read(MOST_JSON + 1)
     try:
-        rows = parse_json(file.read(MOST_JSON + 1).removeprefix(_BOM))
+        values = parse_json(text.removeprefix(_BOM))
     except UnicodeDecodeError:
         raise
     except ValueError as error:
         raise DataError(
-            "path", path, f"a JSON list of objects ({error})", "mend it, or save it as JSON lines"
+            "path", source.name, f"a JSON list of objects ({error})", "mend it, or save it as JSON lines"
         ) from None
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}: entry {number}"
-        yield where, _object(row, where, b"" if isinstance(row, dict) else repr(row).encode("utf-8", "replace"))
+    return _ListRows(values, source._replace(digest=source.digest or hashlib.sha256(text).hexdigest()))
 
 
-def _csv(file: IO[bytes], path: str, delimiter: str = ",") -> Iterator[Row]:
+def _refuse_object(file: IO[bytes], source: Source) -> None:
+    """Raise DataError for one object that holds the rows in a list, as `{"data": [...]}`: nobody guesses by which key."""
+    file.seek(0)
+    text = file.read(MOST_JSON + 1)
+    if len(text) > MOST_JSON:
+        return
+    with contextlib.suppress(ValueError):  # several lines, or broken: each line says why
+        value = parse_json(text.removeprefix(_BOM))
+        held = [key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
+        if held and not {"role", "content"} <= set(value[held[0]][0]):
+            expected = f"a list of objects, or an object a line; here the rows are under the key `{held[0]}`"
+            raise DataError(
+                "path", source.name, expected, f"save that list alone, e.g. jq -c '.{held[0]}[]' FILE > rows.jsonl"
+            )
+
+
+def _csv(file: IO[bytes], source: Source, delimiter: str = ",") -> Rows:
+    ends, digest, plain = _pass(file)
+    lines: Sequence[int] = range(len(ends) - 1)
+    if not plain:  # a cell may hold the end of a line
+        ends, lines = _rows_of_csv(file, delimiter)
+    return _CsvRows(_Bytes(file, source.name), ends, lines, source._replace(digest=source.digest or digest), delimiter)
+
+
+def _tsv(file: IO[bytes], source: Source) -> Rows:
+    return _csv(file, source, "\t")
+
+
+def _rows_of_csv(file: IO[bytes], delimiter: str) -> tuple[npt.NDArray[np.uint64], Sequence[int]]:
+    """(where rows begin, and the end of the last; the lines that they begin in), as csv reads the file."""
     csv.field_size_limit(MOST_JSON)
-    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
-        names: list[str] | None = None
-        while True:
-            where = f"{path}:{reader.line_num + 1}"
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                row: Any = DataError(where, None, f"a row of CSV ({error})", "mend this row, quotes first")
-                if names is None:
-                    raise row from None
-                yield where, row
-                continue
-            if names is None:
-                names = cells
-                if not cells or len(set(names)) < len(names) or not all(names):
-                    raise DataError(where, names, "a row with the columns' names, each once", "name every column")
-            elif len(cells) == len(names):
-                yield where, dict(zip(names, cells, strict=True))
-            elif cells:
-                expected = f"{len(names)} cells, one for each of {', '.join(names)}"
-                yield where, DataError(where, f"{len(cells)} cells", expected, "quote cells that hold the delimiter")
+    file.seek(0)
+    begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+    file.seek(begin)
+    starts, lines, spent = array("Q", [0]), array("Q"), [begin]
+    # Latin-1 has a character for each byte: positions are those of the file, and no mark of CSV is part of a UTF-8 letter.
+    text = io.TextIOWrapper(file, encoding="latin-1", newline="")
+    reader = csv.reader(_counted(text, spent), delimiter=delimiter, strict=True)
+    while True:
+        began = reader.line_num
+        try:
+            next(reader)
+        except StopIteration:
+            text.detach()
+            return np.frombuffer(starts, dtype=np.uint64), lines
+        except csv.Error:  # told when the row is read
+            pass
+        starts.append(spent[0])
+        lines.append(began)
 
 
-def _tsv(file: IO[bytes], path: str) -> Iterator[Row]:
-    return _csv(file, path, "\t")
+def _counted(lines: Iterable[str], spent: list[int]) -> Iterator[str]:
+    for line in lines:
+        spent[0] += len(line)
+        yield line
 
 
-def _parquet(file: IO[bytes], path: str) -> Iterator[Row]:
+def _pass(file: IO[bytes]) -> tuple[npt.NDArray[np.uint64], str, bool]:
+    """(where lines begin, and the end of the last; the SHA-256; whether each line is a row of CSV: no quotes, no bare \\r)."""
+    file.seek(0)
+    sha, at, plain = hashlib.sha256(), 0, True
+    parts = [np.zeros(1, dtype=np.uint64)]
+    with ThreadPoolExecutor(1) as beside:  # hashing lets go of the interpreter, and takes longer than the search
+        hashed = None
+        while chunk := file.read(_CHUNK):
+            if chunk.endswith(b"\r"):
+                chunk += file.read(1)
+            if hashed is not None:
+                hashed.result()
+            hashed = beside.submit(sha.update, chunk)
+            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10).astype(np.uint64)
+            ends += np.uint64(at + 1)
+            parts.append(ends)
+            plain = plain and b'"' not in chunk and chunk.count(b"\r") == chunk.count(b"\r\n")
+            at += len(chunk)
+    last = next(int(part[-1]) for part in reversed(parts) if part.size)
+    if last != at:
+        parts.append(np.array([at], dtype=np.uint64))
+    return np.concatenate(parts), sha.hexdigest(), plain
+
+
+def _digest(file: IO[bytes]) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type] # it is buffered
+
+
+def _parquet(file: IO[bytes], source: Source) -> Rows:
+    """Parquet is packed by the column: written out as Arrow, of which any row can be read."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        expected, remedy = "pyarrow, which reads Parquet", "pip install 'slime-tandem[diagnostics]'"
-        raise DataError("path", path, expected, remedy) from None
-    number = 0
+        raise DataError("path", source.name, "pyarrow, which reads Parquet", EXTRA) from None
+    digest = source.digest or _digest(file)
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                where = f"{path}: row {number}"
-                try:
-                    yield where, _plain(row)
-                except ValueError as error:
-                    yield where, DataError(where, None, f"text, numbers, lists and objects ({error})", "leave it out")
+        packed = pyarrow.parquet.ParquetFile(file)
+        with tempfile.NamedTemporaryFile(suffix=".arrow") as plain:
+            with pyarrow.ipc.new_file(plain.name, packed.schema_arrow) as out:
+                for batch in packed.iter_batches(batch_size=_BATCH):
+                    out.write_batch(batch)
+            opened = pyarrow.ipc.open_file(pyarrow.memory_map(plain.name))
     except pyarrow.ArrowException as error:
         why = str(error).split("\n")[0][:200]
-        raise DataError("path", path, f"a readable Parquet file ({why})", "restore the file") from None
+        raise DataError("path", source.name, f"a readable Parquet file ({why})", "restore the file") from None
+    batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]  # of the memory map: no bytes are read
+    firsts = [0, *itertools.accumulate(batch.num_rows for batch in batches)]
+
+    def take(number: int) -> dict[str, Any]:
+        i = bisect.bisect_right(firsts, number) - 1
+        row: dict[str, Any] = batches[i].slice(number - firsts[i], 1).to_pylist()[0]
+        return row
+
+    return ArrowRows(firsts[-1], take, source._replace(digest=digest))
 
 
-_READERS: dict[str, Callable[[IO[bytes], str], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[IO[bytes], Source], Rows]] = {
     ".json": _json,
     ".csv": _csv,
     ".tsv": _tsv,
@@ -158,7 +375,7 @@ def _shown(line: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Parquet as JSON has it. A null of a struct or a row is a key that is not there: columns hold all keys of all
+    """A value of Arrow as JSON has it. A null of a struct or a row is a key that is not there: columns hold all keys of all
     rows. Raises ValueError for what JSON has not."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}

@@ -13,7 +13,7 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slime_tandem.config import TaskSpec
@@ -111,13 +111,11 @@ def _is_message(value: object) -> bool:
 class Environments:
     """The environments of a run's tasks, as `rollout.drive` asks for them; raises ConfigError as `extensions.find`.
 
-    `student` writes the messages in the senior's markup, with `template_kwargs` as its template's variables; `timeout_s`:
-    seconds that one answer may take.
+    `student` writes the messages in the senior's markup; `timeout_s`: seconds that one answer may take.
     """
 
     def __init__(self, specs: Sequence[TaskSpec], student: ModelTokenizer, *, timeout_s: float = 60.0) -> None:
         self._specs, self._student, self.timeout_s = specs, student, timeout_s
-        self.template_kwargs: Mapping[str, Any] = {}
         self._responds = {
             i: find(spec.environment, ENVIRONMENTS, f"tasks.{i}.environment")
             for i, spec in enumerate(specs)
@@ -163,7 +161,7 @@ class Environments:
             )
         if not messages:
             return None
-        chat = self._student.chat(self.template_kwargs)
+        chat = self._student.chat()
         try:
             ids = chat.next_turn(messages, writer.response_ids[-1])
         except ModelError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,14 +50,18 @@ def rollout(
     tandem: bool,
     score: bool,
     plain: bool = False,
+    told: Callable[[str], None] = lambda part: None,
 ) -> tuple[list[ScoredSample], dict[str, float]]:
     """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`, `reward/...`; in prompt order.
 
     `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
     log-probs (where responses are not read along), as for an evaluation. Raises EngineError for a sample that
-    could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written.
+    could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written. `told` hears of
+    each part as it begins.
     """
     t0 = time.perf_counter()
+    count = f"{len(prompts) * per_prompt} responses"
+    told(f"writing {count}, {'senior and junior' if tandem else 'the senior alone'}")
     on_failed, overlap = team.config.sampling.on_failed_sample, team.config.opd.overlap
     early: dict[SampleKey, AlignedScores | TeacherScoreError | None] = {}
     if score and overlap is not None:
@@ -74,10 +78,12 @@ def rollout(
             team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem, sampling=sampling)
         )
     samples = successful(written, on_failed)
+    told(f"rewarding {len(samples)} responses")
     verdicts = tasks.verdicts([(s.prompt, s.text) for s in samples])
     t1 = time.perf_counter()
     scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
     if score and overlap is None:
+        told(f"teachers score {len(samples)} responses")
         scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
@@ -110,10 +116,24 @@ def successful(
     return samples
 
 
+class Evaluated(NamedTuple):
+    """An evaluation: `eval/...` metrics, the samples that can be shown (tandem ones where there is a junior), and by
+    metric the share of right responses of each prompt, in their order; None where no response of a prompt was written."""
+
+    metrics: dict[str, float | None]
+    samples: list[ScoredSample]
+    right: dict[str, list[float | None]]
+
+
 def evaluate(
-    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], per_prompt: int
-) -> tuple[dict[str, float | None], list[ScoredSample]]:
-    """(`eval/...` metrics, tandem samples) of the senior's current weights on held-out prompts.
+    team: Team,
+    tasks: TaskSet,
+    prompts: Sequence[Prompt],
+    per_prompt: int,
+    *,
+    told: Callable[[str], None] = lambda part: None,
+) -> Evaluated:
+    """The senior's current weights on held-out prompts; `told` hears of each part as it begins.
 
     The same draws every time (a rollout id of its own), so before and after are paired. `eval/handoff_retention` is tandem
     accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
@@ -121,23 +141,27 @@ def evaluate(
     """
     both = "junior" in team.roster.roles
     teacher = bool(team.roster.teacher_specs)
+    number = rollout_ids.EVALUATION
+    score_solo = teacher and not both
     solo, measured = rollout(
-        team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=False, score=teacher and not both, plain=True
+        team, tasks, prompts, number, per_prompt, tandem=False, score=score_solo, plain=True, told=told
     )
     accuracy = _accuracy(solo)
+    right = {"eval/solo_accuracy": _by_prompt(solo, len(prompts), per_prompt)}
     past_limit = [measured]
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
         tandem, more = rollout(
-            team, tasks, prompts, rollout_ids.EVALUATION, per_prompt, tandem=True, score=teacher, plain=True
+            team, tasks, prompts, number, per_prompt, tandem=True, score=teacher, plain=True, told=told
         )
         tandem_accuracy = _accuracy(tandem)
+        right["eval/tandem_accuracy"] = _by_prompt(tandem, len(prompts), per_prompt)
         past_limit.append(more)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
-    return {
+    metrics: dict[str, float | None] = {
         "eval/solo_accuracy": accuracy,
         "eval/tandem_accuracy": tandem_accuracy,
         "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
@@ -147,8 +171,16 @@ def evaluate(
         "eval/response_tokens_mean": tokens / len(tandem),
         "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
         "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
-    }, tandem
+    }
+    return Evaluated(metrics, tandem, right)
 
 
 def _accuracy(scored: Sequence[ScoredSample]) -> float:
     return float(np.mean([s.reward >= RIGHT_REWARD for s in scored]))
+
+
+def _by_prompt(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> list[float | None]:
+    answers: list[list[bool]] = [[] for _ in range(prompts)]
+    for s in scored:
+        answers[s.sample.key.sample_index // per_prompt].append(s.reward >= RIGHT_REWARD)
+    return [float(np.mean(a)) if a else None for a in answers]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,8 @@ class Roster:
     `members` (`members_of`) and `teacher_specs` say who; `folders` and `tokenizers` have one entry for each
     member. `own_teachers` are those of the specs with a scorer of the user's own: they have no server, and no member here.
     `boundaries` are the ids after which an author may change, `tandem_rule` hands over at them, `solo_rule` is the senior's
-    alone. `spellers` are the junior's and the senior's, None where they share a tokenizer. `environments` answer between turns.
+    alone. `log` hears how built-in models that are missing are made; None: it is printed. `spellers` are the junior's and the
+    senior's, None where they share a tokenizer. `environments` answer between turns.
 
     Raises ModelError, TokenizerMismatchError and ConfigError, all before anything is started. A run is then
 
@@ -161,8 +162,9 @@ class Roster:
             samples = team.write(prompts, 0, 8, tandem=True)
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, log: Callable[[str], None] | None = None) -> None:
         self.config = config
+        self._log = log
         self.members = members_of(config)
         self.teacher_specs = teacher_specs(config)
         self.folders: dict[Role, Path] = {}
@@ -192,14 +194,22 @@ class Roster:
         """Find a role's folder and load its tokenizer; `special`: its special tokens must be rows of the model, too."""
         models, member = self.config.models, self.members[role]
         with _of_role(role):
-            folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir))
+            folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir), self._log)
             check_revision(folder, self.serving(role).revision)
             if member.url is None or role == "senior":
                 check_model_folder(folder)
             self.tokenizers[role] = ModelTokenizer.load(
-                folder, trust_remote_code=models.trust_remote_code, text_markers=models.text_markers
+                folder,
+                trust_remote_code=models.trust_remote_code,
+                text_markers=models.text_markers,
+                template_kwargs=self._template_kwargs(role),
             )
             require_rows(self.tokenizers[role], special=special)
+
+    def _template_kwargs(self, role: Role) -> Mapping[str, Any]:
+        """Variables of a role's chat template: each teacher's own, else those of all that write."""
+        spec = self.teacher_specs.get(role)
+        return self.config.models.template_kwargs if spec is None else spec.template_kwargs
 
     def _check_list_lengths(self) -> None:
         if not self.teacher_specs:
@@ -231,9 +241,8 @@ class Roster:
 
     @property
     def chats(self) -> dict[Role, Chat]:
-        """The chat template of each member, a teacher's with its variables."""
-        kwargs = {role: spec.template_kwargs for role, spec in self.teacher_specs.items()}
-        return {role: tokenizer.chat(kwargs.get(role)) for role, tokenizer in self.tokenizers.items()}
+        """The chat template of each member with its variables."""
+        return {role: tokenizer.chat() for role, tokenizer in self.tokenizers.items()}
 
     @property
     def fused(self) -> bool:
@@ -304,9 +313,8 @@ class Roster:
         Raises ModelError for a server of another model, or a tokenizer that cannot be aligned.
         """
         spec, t, opd = self.teacher_specs[role], self.tokenizers[role], self.config.opd
-        kwargs = spec.template_kwargs
         with _of_role(role):
-            chat = t.chat(kwargs)
+            chat = t.chat()
         teacher = Teacher.by_template(
             engine,
             self.student.chat(),

@@ -42,7 +42,8 @@ class ScoreJob:
     """What to score with what. `teacher_url`: a running server; None starts an embedded one of `teacher`.
 
     `policy` as `opd.alignment`; `proportional` and `chain_rule` need the student's log-probs, which a file does not have,
-    and are refused. `top_k` candidates of the teacher per position, 0 for none.
+    and are refused. `top_k` candidates of the teacher per position, 0 for none. `template_kwargs`, `student_template_kwargs`:
+    variables of the teacher's and of the student's chat template.
     """
 
     source: Path
@@ -55,6 +56,7 @@ class ScoreJob:
     top_k: int = 0
     thinking: Thinking = "keep"
     template_kwargs: dict[str, Any] | None = None
+    student_template_kwargs: dict[str, Any] | None = None
     api_key: str | None = None
     dtype: str = "float32"
     trust_remote_code: bool = False
@@ -77,9 +79,13 @@ def score_file(job: ScoreJob) -> ScoreResult:
     """
     _check(job)
     trust = job.trust_remote_code
-    student = ModelTokenizer.load(resolve_model(job.student, job.cache_dir), trust_remote_code=trust)
+    student = ModelTokenizer.load(
+        resolve_model(job.student, job.cache_dir),
+        trust_remote_code=trust,
+        template_kwargs=job.student_template_kwargs,
+    )
     folder = resolve_model(job.teacher, job.cache_dir)
-    tokenizer = ModelTokenizer.load(folder, trust_remote_code=trust)
+    tokenizer = ModelTokenizer.load(folder, trust_remote_code=trust, template_kwargs=job.template_kwargs)
     samples = list(read_responses(job.source, student))
     with tempfile.TemporaryDirectory() as logs:
         server = None
@@ -132,7 +138,7 @@ async def _score(
         teacher = Teacher.by_template(
             client,
             student.chat(),
-            tokenizer.chat(job.template_kwargs),
+            tokenizer.chat(),
             job.thinking,
             max_batch=16,
             max_tokens=limit if isinstance(limit, int) else None,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,8 +62,8 @@ class Servers:
         """Run a coroutine in the clients' event loop, and wait for it."""
         return self._runner.run(question)
 
-    def start(self) -> None:
-        """Start what has no URL, side by side, and connect to all.
+    def start(self, ready: Callable[[Role], None] = lambda role: None) -> None:
+        """Start what has no URL, side by side, and connect to all; `ready` hears of each role that answers.
 
         Raises ConfigError for a key that cannot be, before any process starts, then EngineUnavailableError for a server that
         does not come up, ModelError and PortInUseError.
@@ -84,6 +84,7 @@ class Servers:
             client = self.run(self._connections.enter_async_context(self._client(role, key, own_key)))
             self.clients[role] = client
             self.run(client.wait_ready(self.roster.config.engine.start_timeout_s))
+            ready(role)
 
     def _process(self, role: Role, key: str) -> ServerProcess | FusedServer:
         e, models, folders = self.roster.config.engine, self.roster.config.models, self.roster.folders

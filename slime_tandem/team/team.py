@@ -43,12 +43,13 @@ def most_tokens(setting: int | Literal["auto"] | None, responses: int) -> int | 
 class Team:
     """The models of a roster at work; a context manager that leaves no process behind. Logs of its servers go to `log_dir`.
 
-    `servers` has the clients, for questions that are no rollout's. Raises ConfigError before any server is started, EngineError
-    kinds and ModelError (a running server of another model) after.
+    `servers` has the clients, for questions that are no rollout's; `ready` hears of each role that answers. Raises ConfigError
+    before any server is started, EngineError kinds and ModelError (a running server of another model) after.
     """
 
-    def __init__(self, roster: Roster, log_dir: Path) -> None:
+    def __init__(self, roster: Roster, log_dir: Path, *, ready: Callable[[Role], None] = lambda role: None) -> None:
         self.roster = roster
+        self._ready = ready
         self.servers = Servers(roster, log_dir)
         self._panel: TeacherPanel | None = None
         self.senior_version: str | None = None
@@ -57,7 +58,7 @@ class Team:
     def __enter__(self) -> Self:
         gc.freeze()  # until `close`: libraries and tokenizers stay; long lists must not have them searched again and again
         try:
-            self.servers.start()
+            self.servers.start(self._ready)
             if self.roster.teacher_specs:
                 self._panel = self._ask_teachers()
         except BaseException:

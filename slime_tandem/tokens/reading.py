@@ -16,7 +16,6 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -218,27 +217,6 @@ def lead_with(read: ReadText, lead: str, instead_of: int = 0) -> ReadText:
     """
     own = make_edits([(0, instead_of, len(lead.encode()), NORMALISED)])
     return ReadText(lead + read.text, lead.encode() + read.spelt, joint_edits([(0, own), (instead_of, read.edits)]))
-
-
-def lead_of(tokens: TokenBytes, ids: Sequence[int], content: str) -> str | None:
-    """What a tokenizer and its template put between a prompt and an assistant's content, as text.
-
-    `ids`: those of a rendered conversation, from where its prompt ends (with the generation prompt) on; its last turn is
-    `content`. None: the ids do not write the content out, or something else than text stands before it.
-
-    >>> table = TokenBytes((b"\\xe2\\x96\\x81", b" Hello", None), frozenset({2}), frozenset({2}))
-    >>> lead_of(table, [1, 2], "Hello"), lead_of(table, [2, 1], "Hello")
-    (' ', None)
-    """
-    pieces = [tokens.of(token) for token in ids]
-    text = b"".join(
-        data for data in takewhile(lambda data: data is not None, pieces) if data
-    )  # to the first special one
-    before, found, _ = text.partition(content.encode())
-    try:
-        return before.decode() if found else None
-    except UnicodeDecodeError:
-        return None
 
 
 _LAST_UNSTABLE = 0x30000

@@ -23,6 +23,7 @@ from slime_tandem import cli
 from slime_tandem.cli import flags
 from slime_tandem.cli.main import build_parser
 from slime_tandem.config import RunConfig, fields_of
+from slime_tandem.config.reference import own_settings, sections
 from slime_tandem.report import run_folder
 
 TASK = {"family": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
@@ -375,12 +376,28 @@ def test_help_lists_every_default(capsys: pytest.CaptureFixture[str], command: s
         if action.option_strings and action.dest != "help":
             assert action.option_strings[-1] in text
             if action.default == argparse.SUPPRESS:  # short for a setting, whose default is in the list below
-                assert "(default: that setting)" in (action.help or "")
-            elif action.default is not None and not action.required:
+                assert "(default: " in (action.help or "")
+            elif action.default not in (None, False, []) and not action.required:
                 assert f"(default: {action.default})" in flat
     if command in ("train", "eval"):
-        for name, default, _ in fields_of():
-            assert f"  {name} = {flags.shown(default)}\n" in text
+        for name, section in sections():
+            assert f"  {name} " in text or not own_settings(section)
+        assert "slime-tandem config --list" in text
+        assert len(text.splitlines()) < 60, "it fits on a screen or two"
+
+
+def test_config_lists_every_setting_of_all_sections_or_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--list"]) == 0
+    text = capsys.readouterr().out
+    for name, default, _ in fields_of():
+        assert f"{name} = {flags.shown(default)}\n" in text
+    assert "tasks[].family (required)" in text
+    assert cli.main(["config", "--list", "opd.selection"]) == 0
+    names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert names
+    assert all(name.startswith("opd.selection.") for name in names)
+    assert cli.main(["config", "--list", "tandm"]) == 2
+    assert "did you mean tandem?" in capsys.readouterr().err
 
 
 def test_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -407,8 +407,8 @@ def test_7_bars_at_both_ends_of_a_long_response_cost_two_tokens_of_coverage(teac
 def test_a_turn_begins_as_the_teachers_turns_begin() -> None:
     """It reads ' Hello' behind its opening; the token that holds the space has no partner, all behind it has."""
     s, t = table("Hello", " there", "!", " Hello"), table(" Hello", " ", "Hello", " there", "!")
-    aligner = Aligner(s, t, end_of_turn=-1, lead=" ")
-    text = aligner.write([0, 1, 2], greedy(t))
+    aligner, added = Aligner(s, t, end_of_turn=-1), {0: (0, " ")}
+    text = aligner.write([0, 1, 2], greedy(t), leads=added)
     assert text.ids == (0, 3, 4)
     aligned = aligner.align(text)
     assert (pairs(aligned), counts(aligned)) == ([None, 1, 2], {"boundary": 1})
@@ -416,18 +416,16 @@ def test_a_turn_begins_as_the_teachers_turns_begin() -> None:
         "nor has it a share of a span"
     )
     # Where the space is a token of its own, nothing is lost.
-    assert pairs(aligner.align(aligner.write([0, 1, 2], lambda _: [1, 2, 3, 4]))) == [1, 2, 3]
-    # A student with the same beginning wrote it already; one with another gives it up.
-    both = Aligner(s, t, end_of_turn=-1, lead=" ", own_lead=" ")
-    assert (both.write([3, 1], greedy(t)).ids, pairs(both.align(both.write([3, 1], greedy(t))))) == ((0, 3), [0, 1])
-    assert both.write([0, 1], greedy(t)).ids == (0, 3), "also one that left it out this time"
-    own = Aligner(s, t, end_of_turn=-1, own_lead=" ")
-    assert own.write([3, 1], greedy(t)).ids == (2, 3)
-    assert counts(own.align(own.write([3, 1], greedy(t)))) == {"normalised": 1}
+    assert pairs(aligner.align(aligner.write([0, 1, 2], lambda _: [1, 2, 3, 4], leads=added))) == [1, 2, 3]
+    # What the student begins with and the teacher does not is given up.
+    text = aligner.write([3, 1], greedy(t), leads={0: (1, "")})
+    assert (text.ids, counts(aligner.align(text))) == ((2, 3), {"normalised": 1})
     # Behind the messages between two turns, too, and in no other place.
-    text = aligner.write([0, 2, 0], greedy(t), bridges=[Bridge(1, 1, (4, 4))], inserted=[(1, 2)])
+    between = {"bridges": [Bridge(1, 1, (4, 4))], "inserted": [(1, 2)]}
+    text = aligner.write([0, 2, 0], greedy(t), leads={**added, 2: (0, " ")}, **between)
     assert text.ids == (0, 4, 4, 0)
-    assert aligner.write([], greedy(t)).ids == ()
+    assert aligner.write([0, 2, 0], greedy(t), leads=added, **between).ids == (0, 4, 4, 2)
+    assert aligner.write([], greedy(t), leads=added).ids == ()
 
 
 def test_8_padded_vocabulary_ids_are_no_text() -> None:
@@ -746,12 +744,13 @@ TABLES = st.lists(st.one_of(LETTERS, st.binary(max_size=3), st.none()), min_size
 @given(s=TABLES, t=TABLES, data=st.data())
 def test_the_short_way_and_the_general_way_agree(s: TokenBytes, t: TokenBytes, data: Any) -> None:
     """Random vocabularies and ids: a teacher that cuts the text in its own way, and one that spells anything."""
-    lead, own = (data.draw(st.sampled_from(["", " ", "a"])) for _ in range(2))
     t = replace(
         t, marks_spaces=data.draw(st.booleans()), dummy_prefix=data.draw(st.sampled_from(["no", "missing", "always"]))
     )
-    aligner = Aligner(s, t, end_of_turn=len(t.table) - 1, reuse_ids=data.draw(st.booleans()), lead=lead, own_lead=own)
+    aligner = Aligner(s, t, end_of_turn=len(t.table) - 1, reuse_ids=data.draw(st.booleans()))
     ids = data.draw(st.lists(st.integers(-1, len(s.table)), max_size=20))
+    lead, first = data.draw(st.sampled_from(["", " ", "a"])), s.of(ids[0]) if ids else None
+    leads = {0: (data.draw(st.integers(0, len(first))), lead)} if first else {}
     stop = data.draw(st.integers(0, len(ids)))
     inserted = [(stop // 2, stop)] if stop // 2 < stop and data.draw(st.booleans()) else []
 
@@ -765,7 +764,7 @@ def test_the_short_way_and_the_general_way_agree(s: TokenBytes, t: TokenBytes, d
             out[data.draw(st.integers(0, len(out) - 1))] = data.draw(st.integers(-1, len(t.table)))
         return out
 
-    check_that_the_short_way_is_right(aligner, aligner.write(ids, encode, inserted=inserted))
+    check_that_the_short_way_is_right(aligner, aligner.write(ids, encode, inserted=inserted, leads=leads))
 
 
 @pytest.mark.parametrize(("student", "teacher"), COMBINATIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -14,8 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_tandem.config import Support
 from slime_tandem.distill.alignment import Aligner
-from slime_tandem.distill.candidates import ExactQuery, _columns, exact_log_probs, missing_on, top_of
+from slime_tandem.distill.candidates import (
+    ExactQuery,
+    SameTokens,
+    _columns,
+    _windows,
+    exact_log_probs,
+    gather_candidates,
+    gather_lists,
+    missing_on,
+    top_of,
+)
 from slime_tandem.distill.panel import TeacherPanel, combine, student_candidates
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher, describe_special, response_log_probs
 from slime_tandem.errors import (
@@ -26,9 +38,11 @@ from slime_tandem.errors import (
     ModelError,
     TeacherScoreError,
 )
-from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdsAt, IdText
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import AlignedScores, AuthorRun, Message, Prompt, SampleKey, TandemSample
+
+from . import plain_candidates as plain
 
 # The student writes "ab" in two tokens, the teacher in one; ends of turn have other numbers.
 STUDENT = TokenBytes((b"a", b"b", b"c", None, b"\xe4"), frozenset({3}), frozenset({3}))
@@ -311,7 +325,8 @@ def test_a_candidate_without_an_answer_fails_the_sample() -> None:
 def test_the_student_is_asked_for_its_own_lists() -> None:
     engine = Listing(top=(1, 2))
     (top,) = asyncio.run(student_candidates(engine, [sample(0, [2, 2])], 2))
-    assert top == [
+    assert isinstance(top, CandidateLists)
+    assert top.maps() == [
         {1: pytest.approx(-0.11), 2: pytest.approx(-0.21)},
         {1: pytest.approx(-0.12), 2: pytest.approx(-0.22)},
     ]
@@ -406,10 +421,11 @@ def test_windows_hold_so_many_values_at_most() -> None:
     """Each position wants 100 ids of its own: three times 300 values are within 1024, four times 400 are not."""
     senior = Listing()
     wanted = [frozenset(range(100 * i, 100 * i + 100)) for i in range(4)]
-    query = ExactQuery("x-0", [9], [2] * 4, wanted)
+    query = ExactQuery("x-0", [9], [2] * 4, IdsAt.of(wanted))
     (got,) = asyncio.run(exact_log_probs(senior, [query], role="senior"))
     assert not isinstance(got, TeacherScoreError)
-    assert [set(g) for g in got] == [set(w) for w in wanted]
+    assert [set(g) for g in got.maps()] == [set(w) for w in wanted]
+    assert got.maps()[3][305] == pytest.approx(senior.value(4, 305))
     assert [len(r.token_ids_logprob or ()) for r in senior.batches[0]] == [300, 100]
 
 
@@ -425,29 +441,95 @@ def test_what_a_side_lacks_is_what_the_other_lists_and_it_does_not(
     own, other = [a for a, _ in pairs], [b for _, b in pairs]
     at = rng.sample(range(len(own)), rng.randint(0, len(own)))
     partner = [rng.randrange(len(other)) for _ in at]
-    got = missing_on(own, other, np.array(table, dtype=np.int64), at, partner)
-    expected = [frozenset[int]()] * len(own)
-    for i, j in zip(at, partner, strict=True):
-        mapped = {table[t] for t in other[j] if t < len(table)} - {-1}
-        expected[i] = frozenset(mapped - set(own[i]))
-    assert got == expected
+    counterpart = np.array(table, dtype=np.int64)
+    got = missing_on(
+        CandidateLists.of(own), CandidateLists.of(other), counterpart, np.array(at, int), np.array(partner, int)
+    )
+    expected = plain.missing_on(own, other, counterpart, at, partner)
+    assert [frozenset(got.part(i, i + 1).ids.tolist()) for i in range(len(got))] == expected
+    assert [(a, b) for a, b, _ in _windows(got)] == plain.windows(expected)
 
 
 @given(st.lists(lists.filter(lambda entries: len(entries) >= 2), max_size=8), st.booleans())
 def test_the_best_of_each_list_are_taken_likeliest_first(known: list[dict[int, float]], alike: bool) -> None:
     if alike:
         known = [dict(list(entries.items())[:2]) for entries in known]
-    ids, values = _columns(known, 2)
-    expected = [sorted(entries.items(), key=lambda e: (-e[1], e[0]))[:2] for entries in known]
-    assert [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)] == expected
+    ids, values = _columns(CandidateLists.of(known), 2)
+    expected = plain.columns(known, 2)
+    assert (ids.tolist(), values.tolist()) == (expected[0].tolist(), expected[1].tolist())
+
+
+SAME = SameTokens(make_teacher(ScriptedTeacher()).aligner)
+"""Five tokens of the student's, six of the teacher's; both have more than these two, which stand for nothing."""
+values_ = st.sampled_from([-3.0, -1.5, -0.25, -0.0, 0.0])
+students = st.lists(st.dictionaries(st.integers(0, 6), values_, min_size=2, max_size=4), min_size=4, max_size=4)
+teachers = st.lists(st.dictionaries(st.integers(0, 7), values_, min_size=2, max_size=4), min_size=3, max_size=3)
+
+
+@given(students, teachers, st.sampled_from(["teacher", "student", "union"]), st.booleans(), st.randoms())
+def test_arrays_gather_what_dictionaries_do_to_the_last_bit(
+    student: list[dict[int, float]], teacher: list[dict[int, float]], support: Support, alike: bool, rng: random.Random
+) -> None:
+    """c, then a and b (one token of the teacher's), then the end, and every pairing of these."""
+    aligner = SAME.aligner
+    if alike:
+        student, teacher = ([dict(list(m.items())[:2]) for m in side] for side in (student, teacher))
+    aligned = aligner.align(aligner.write([2, 0, 1, 3], lambda _: [2, 1]))
+    aligned = dataclasses.replace(
+        aligned, teacher_index=np.array(rng.choice([[0, -1, -1, 2], [1, 0, 2, -1], [-1] * 4]))
+    )
+    at = np.flatnonzero(aligned.teacher_index >= 0)
+    partner = aligned.teacher_index[at]
+    pairs = ((teacher, student, SAME.teacher_of, partner, at), (student, teacher, SAME.student_of, at, partner))
+    beyond = []
+    for own, other, counterpart, of, by in pairs:
+        wanted = plain.missing_on(own, other, counterpart, of.tolist(), by.tolist())
+        beyond.append([{i: -1.0 - i / 8 for i in sorted(ids)} for ids in wanted])
+    t, s, t_exact, s_exact = map(CandidateLists.of, (teacher, student, *beyond))
+    known = [{**a, **b} for a, b in zip(teacher, beyond[0], strict=True)]
+    mine = gather_candidates(aligned, SAME, support, 2, t.merged(t_exact), None if support == "teacher" else s)
+    theirs = plain.gather_candidates(aligned, SAME, support, 2, known, None if support == "teacher" else student)
+    for name in ("ids", "teacher_log_probs", "student_log_probs"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+    for exact in (None, (t_exact, s_exact)):
+        lists_ = gather_lists(aligned, SAME, 2, t, s, exact)
+        plainly = plain.gather_lists(
+            aligned, SAME, 2, teacher, student, None if exact is None else (beyond[0], beyond[1])
+        )
+        for a, b in zip(lists_.columns, plainly.columns, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@given(st.lists(lists, max_size=8), st.data())
+def test_lists_in_arrays_are_the_lists(rows: list[dict[int, float]], data: st.DataObject) -> None:
+    arrays = CandidateLists.of(rows)
+    assert arrays.maps() == rows
+    n = data.draw(st.integers(0, len(rows)))
+    assert arrays.last(n).maps() == rows[len(rows) - n :]
+    others = data.draw(st.lists(lists, min_size=len(rows), max_size=len(rows)))
+    merged = arrays.merged(CandidateLists.of(others))
+    assert merged.maps() == [{**a, **b} for a, b in zip(rows, others, strict=True)]
+    for i, row in enumerate(rows):
+        found = arrays.find(np.full(31, i), np.arange(31)).tolist()
+        assert [None if at < 0 else arrays.values[at] for at in found] == [row.get(t) for t in range(31)]
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=30), st.data())
+def test_a_prefix_of_ids_is_their_json(ids: list[int], data: st.DataObject) -> None:
+    n = data.draw(st.integers(0, len(ids)))
+    prefix = IdText(ids).prefix(n)
+    assert json.loads(prefix.json) == ids[:n] == list(prefix)
+    assert prefix[n // 2 :] == tuple(ids[n // 2 : n])
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf, 0.5])
 def test_a_list_with_a_value_that_is_none_is_refused(bad: float | None) -> None:
     whole = GenerateResult("r", (), (), "length", "1", input_top_logprobs=(((-1.0, 4), (-2.0, 5)),))
-    assert top_of(whole, 1, "teacher") == [{4: -1.0, 5: -2.0}]
+    assert top_of(whole, 1, "teacher").maps() == [{4: -1.0, 5: -2.0}]
     tiny = dataclasses.replace(whole, input_top_logprobs=(((5e-5, 4), (-1e308, 5), (-1e308, 6)),))
-    assert top_of(tiny, 1, "teacher") == [{4: 0.0, 5: -1e308, 6: -1e308}]
+    assert top_of(tiny, 1, "teacher").maps() == [{4: 0.0, 5: -1e308, 6: -1e308}]
+    twice = dataclasses.replace(whole, input_top_logprobs=(((-1.0, 4), (-2.0, 5), (-3.0, 4)),))
+    assert top_of(twice, 1, "teacher").maps() == [{4: -3.0, 5: -2.0}]
     broken = dataclasses.replace(whole, input_top_logprobs=(((-1.0, 4), (bad, 5)),))  # type: ignore[arg-type]
     with pytest.raises(TeacherScoreError, match="response position 0, candidate 5"):
         top_of(broken, 1, "teacher")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import make_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -423,6 +423,32 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(make: Make, tmp_path: P
         convert(Job(dist, tmp_path / "x"))
     with pytest.raises(ConfigError, match=r"--like="):
         convert(Job(make(), tmp_path / "x", like=make()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(make: Make, tmp_path: Path, value: float) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(make(), hf)
+    weights = load_file(hf / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight\)='1 of \d+ values NaN or infinite"):
+        convert(Job(hf, tmp_path / "x"), lambda _: None)
+    dist = _dist(make(), tmp_path)
+    read = TorchDistReader.read
+
+    def broken(self: TorchDistReader, name: str) -> torch.Tensor:
+        tensor = read(self, name).clone()
+        if name.endswith("final_layernorm.weight"):
+            tensor[0] = value
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchDistReader, "read", broken)
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight in .*1 of \d+ values NaN or infinite"):
+            convert(Job(dist, tmp_path / "y", like=make()), lambda _: None)
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "y").exists()
 
 
 class Evil:

@@ -9,10 +9,11 @@ import pytest
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
-from slime_tandem.report import html
+from slime_tandem.report import html, transcripts
 from slime_tandem.report.curves import MAX_POINTS, curve
-from slime_tandem.report.html import task_curves, transcript_groups, visible, write_report
-from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
+from slime_tandem.report.html import task_curves, write_report
+from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken, read_rows
+from slime_tandem.report.transcripts import ends_of, transcript_groups, visible
 
 from .conftest import eval_row, step_row
 
@@ -47,10 +48,10 @@ def test_a_curve_by_hand():
     drawn = curve("rollout/accuracy", "Accuracy", [("tandem", "run", rows), ("solo", "control", [])])
     assert drawn is not None
     assert [s.label for s in drawn.series] == ["tandem"]
-    # The box runs from (38, 146) to (310, 8); the line breaks where a value is missing.
-    assert drawn.series[0].lines == ("219.3,77.0 310.0,8.0",)
+    # The box runs from (48, 146) to (310, 8); the line breaks where a value is missing.
+    assert drawn.series[0].lines == ("222.7,77.0 310.0,8.0",)
     assert drawn.series[0].end == (310.0, 8.0)
-    assert [t.label for t in drawn.y_ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [t.label for t in drawn.y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert drawn.aria == "Accuracy in fraction. tandem: 0 at step 0, 1 at step 3"
 
 
@@ -82,7 +83,7 @@ def test_each_task_has_a_curve_on_the_same_axes():
     ]
     assert plots[0].y_ticks == plots[1].y_ticks
     assert plots[0].series[0].end[0] == 310.0, "step 2 is the last of all"
-    assert plots[1].series[0].end[0] == 174.0, "step 1 is half way"
+    assert plots[1].series[0].end[0] == 179.0, "step 1 is half way"
 
 
 def test_one_task_has_no_curve_of_its_own_and_too_many_are_named(monkeypatch):
@@ -112,12 +113,16 @@ def test_one_point_is_a_dot():
     drawn = curve("train/lr", "lr", [("run", "run", [{"step": 0, "train/lr": 0.1}])])
     assert drawn is not None
     assert drawn.series[0].lines == ()
-    assert drawn.series[0].end[0] == 38.0
+    assert drawn.series[0].end[0] == 48.0
+
+
+def groups_of(*parts):
+    return transcript_groups([(key, label, ends_of(read_rows(f / "transcripts.jsonl"))) for key, label, f in parts])
 
 
 def test_transcripts_are_the_first_and_last_step_in_pairs(make_run):
     run_dir = make_run(steps=4, control=False)
-    held_out, training = transcript_groups([("run", "tandem", run_dir)])
+    held_out, training = groups_of(("run", "tandem", run_dir))
     assert held_out.steps == (0, 4)
     assert [(t.step, t.column, t.prompt) for t in held_out.transcripts] == [
         (0, 1, "4 + 3 ="),
@@ -130,10 +135,10 @@ def test_transcripts_are_the_first_and_last_step_in_pairs(make_run):
 
 
 def test_the_report_is_bounded(make_run, monkeypatch):
-    monkeypatch.setattr(html, "MAX_TOKENS", 10)
+    monkeypatch.setattr(transcripts, "MAX_TOKENS", 10)
     run_dir = make_run(steps=3, texts=tuple(f" {i}" for i in range(25)))
-    monkeypatch.setattr(html, "MAX_TRANSCRIPTS", 8)
-    groups = transcript_groups([("run", "tandem", run_dir), ("control", "solo", run_dir / "control")])
+    monkeypatch.setattr(transcripts, "MAX_TRANSCRIPTS", 8)
+    groups = groups_of(("run", "tandem", run_dir), ("control", "solo", run_dir / "control"))
     assert [len(g.transcripts) for g in groups] == [2, 2, 2, 2]
     shown = groups[0].transcripts[0]
     assert (len(shown.tokens), shown.skipped, len(shown.tail), shown.n_tokens) == (8, 15, 2, 25)
@@ -142,7 +147,7 @@ def test_the_report_is_bounded(make_run, monkeypatch):
 
 def test_why_a_token_has_no_teacher_value(make_run):
     run_dir = make_run(steps=2, control=False)
-    first = transcript_groups([("run", "tandem", run_dir)])[0].transcripts[0]
+    first = groups_of(("run", "tandem", run_dir))[0].transcripts[0]
     assert [t.teacher for t in first.tokens] == [None, "-1.000"]
     assert first.why.startswith("not aligned")
 

@@ -1,17 +1,32 @@
-"""pass@k against counting by hand, and laws of the bootstrap."""
+"""pass@k against counting by hand, laws of the intervals, and each against scipy or statsmodels where they have it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tandem.report.statistics import Ratio, bootstrap, pass_at_k, pass_ks
+from scipy import stats
+from statsmodels.stats.proportion import confint_proportions_2indep
+
+from slime_tandem.report.statistics import (
+    LEVEL,
+    Z95,
+    Ratio,
+    bootstrap,
+    difference_interval,
+    mean_interval,
+    paired_interval,
+    pass_at_k,
+    pass_ks,
+    resampled_means,
+)
 
 
 def one(numerator, denominator=None, *, resamples: int = 500, seed: int = 0):  # type: ignore[no-untyped-def]
@@ -171,3 +186,81 @@ def test_blocks_of_resamples_do_not_change_the_result(monkeypatch: pytest.Monkey
     monkeypatch.setattr(statistics, "_COUNTS_AT_ONCE", 100)
     blocks = one(x)
     assert (blocks.low, blocks.high) == (pytest.approx(whole.low), pytest.approx(whole.high))
+
+
+@given(st.integers(1, 64), st.data())
+def test_pass_at_k_is_scipys_hypergeometric_tail(chains: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, chains))
+    correct = np.arange(chains + 1)
+    expected = stats.hypergeom.sf(0, chains, correct, k)
+    assert pass_at_k(correct, chains, k) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("ratio", [False, True])
+def test_the_interval_is_scipys_on_the_same_resamples(ratio: bool) -> None:
+    """With 2001 resamples both quantiles fall on a resample: nothing is interpolated."""
+    rng = np.random.default_rng(11)
+    x, w = rng.normal(size=60), rng.integers(1, 9, size=60).astype(float) if ratio else np.ones(60)
+    mine = bootstrap({"x": Ratio(x, w)}, resamples=2001, seed=3)["x"]
+    means = resampled_means([x, w], 2001, 3)[1:]
+    drawn = SimpleNamespace(bootstrap_distribution=means[:, 0] / means[:, 1])
+
+    def statistic(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+        return a.mean(axis=axis) / b.mean(axis=axis)
+
+    theirs = stats.bootstrap(
+        (x, w), statistic, paired=True, vectorized=True, method="percentile", confidence_level=LEVEL, n_resamples=0,
+        bootstrap_result=drawn,
+    ).confidence_interval  # fmt: skip
+    assert (mine.low, mine.high) == (pytest.approx(theirs.low, abs=1e-12), pytest.approx(theirs.high, abs=1e-12))
+
+
+def test_quantiles_are_scipys() -> None:
+    assert stats.norm.ppf(0.5 + LEVEL / 2) == pytest.approx(Z95, abs=1e-12)
+    values = [0.4, 0.7, 0.1, 0.9]
+    expected = stats.t.interval(LEVEL, len(values) - 1, loc=np.mean(values), scale=stats.sem(values))
+    assert mean_interval(values) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 400), st.data())
+def test_the_unpaired_interval_is_statsmodels(n: int, data: st.DataObject) -> None:
+    before, after = (data.draw(st.integers(0, n)) for _ in range(2))
+    expected = confint_proportions_2indep(after, n, before, n, compare="diff", method="agresti-caffo")
+    assert difference_interval(before / n, after / n, n) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_paired_interval_by_hand_and_as_scipys_bca() -> None:
+    # 10 of 40 prompts gained, 2 lost: (11 - 3) / 42; variance (14 / 42 - (8 / 42)^2) / 42.
+    low, high = paired_interval([1.0] * 10 + [-1.0] * 2 + [0.0] * 28)
+    half = Z95 * math.sqrt((14 / 42 - (8 / 42) ** 2) / 42)
+    assert (low, high) == (pytest.approx(8 / 42 - half), pytest.approx(8 / 42 + half))
+    # With many prompts, each of eight responses, the two that are added hardly count.
+    rng = np.random.default_rng(5)
+    d = (rng.binomial(8, 0.6, size=800) - rng.binomial(8, 0.5, size=800)) / 8
+    theirs = stats.bootstrap((d,), np.mean, method="BCa", confidence_level=LEVEL, n_resamples=4000, rng=rng)
+    assert paired_interval(d.tolist()) == pytest.approx(tuple(theirs.confidence_interval), abs=3e-3)
+
+
+@pytest.mark.parametrize("n", [8, 30, 200])
+def test_the_paired_interval_covers_the_truth(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for gained, lost in ((0.1, 0.1), (0.3, 0.05), (0.0, 0.0), (0.5, 0.4)):
+        drawn = rng.choice([1.0, -1.0, 0.0], size=(400, n), p=[gained, lost, 1 - gained - lost])
+        inside = [low <= gained - lost <= high for low, high in map(paired_interval, drawn.tolist())]
+        assert np.mean(inside) > 0.92, (gained, lost)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=50))
+def test_a_paired_interval_turns_with_its_sign(differences: list[float]) -> None:
+    low, high = paired_interval(differences)
+    assert low < high
+    assert paired_interval([-d for d in differences]) == pytest.approx((-high, -low))
+
+
+def test_pairs_tell_more_than_shares_where_the_prompts_decide() -> None:
+    """Half of the prompts are hard and stay wrong: the changes of the others are seen through them."""
+    before = [0.0] * 100 + [1.0] * 80 + [0.0] * 20
+    after = [0.0] * 100 + [1.0] * 95 + [0.0] * 5
+    paired = paired_interval([b - a for a, b in zip(before, after, strict=True)])
+    unpaired = difference_interval(0.4, 0.475, 200)
+    assert paired[0] > 0 > unpaired[0]

@@ -5,9 +5,9 @@ import pytest
 from rich.console import Console
 
 from slime_tandem.errors import RunDirError
-from slime_tandem.report.console import TrainProgress, final_table
-from slime_tandem.report.metrics import row_keys
-from slime_tandem.report.summary import difference_interval, summarise, write_summary
+from slime_tandem.report.console import final_table
+from slime_tandem.report.statistics import difference_interval, paired_interval
+from slime_tandem.report.summary import summarise, write_summary
 
 
 def test_a_finished_run_by_hand(make_run):
@@ -94,7 +94,7 @@ def test_the_final_table_fits_80_columns_and_shows_both_runs(make_run):
     console.print(final_table(summarise(make_run())))
     lines = lines_of(console)
     assert max(map(len, lines)) <= 80
-    (tandem,) = (line for line in lines if "tandem accuracy  " in line)
+    (tandem,) = (line for line in lines if "│ tandem accuracy  " in line)
     assert "0.250 → 0.550" in tandem
     assert "0.250 → 0.350" in tandem
     (retention,) = (line for line in lines if "handoff retention" in line)
@@ -110,30 +110,60 @@ def test_the_final_table_of_a_killed_run(make_run):
     assert "Not known" in "\n".join(lines_of(console))
 
 
-ROW = {
-    **dict.fromkeys(row_keys("step")),
-    "rollout/reward_mean": 0.4126,
-    "tandem/senior_token_fraction": 0.5,
-    "time/step_s": 2.04,
-}
+def with_right(run_dir, arm, when, shares):
+    """Say in eval.jsonl which prompts were right."""
+    path = run_dir / arm / "eval.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["phase"] == when:
+            row["right"] = {"eval/tandem_accuracy": shares}
+            row["eval/tandem_accuracy"] = sum(s for s in shares if s is not None) / len(shares)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_progress_in_a_log_is_one_plain_line_per_step():
-    console = Console(file=io.StringIO(), width=40)
-    with TrainProgress(12, done=3, console=console) as progress:
-        progress.update(ROW)
-        progress.update(ROW)
-    assert lines_of(console) == [
-        "train 4/12  reward 0.413  senior 0.50  KL –  2.0 s/step",
-        "train 5/12  reward 0.413  senior 0.50  KL –  2.0 s/step",
-    ]
+def test_the_verdict_is_paired_by_prompt_and_names_the_control(make_run):
+    run_dir = make_run()
+    half = [1.0] * 50 + [0.0] * 50
+    with_right(run_dir, "", "before", half)
+    with_right(run_dir, "", "after", [1.0] * 60 + [0.0] * 40)
+    with_right(run_dir, "control", "after", [1.0] * 90 + [0.0] * 10)
+    verdict = summarise(run_dir)["verdict"]
+    assert (verdict["low"], verdict["high"]) == paired_interval([0.0] * 50 + [1.0] * 10 + [0.0] * 40)
+    assert verdict["paired"] is True
+    assert "(+0.100, 95% interval +0.035 to +0.161, paired by prompt)" in verdict["text"]
+    control = verdict["control"]
+    assert (control["run"], control["control"], control["better"]) == (0.6, 0.9, "solo control")
+    assert control["text"].startswith("The solo control did better: tandem accuracy 0.600 against 0.900 (-0.300, 95% ")
+    assert (control["low"], control["high"]) == paired_interval([0.0] * 60 + [-1.0] * 30 + [0.0] * 10)
+    with_right(run_dir, "control", "after", [1.0] * 30 + [0.0] * 70)
+    assert summarise(run_dir)["verdict"]["control"]["text"].startswith("It did better than the solo control: ")
+    with_right(run_dir, "control", "after", [1.0] * 59 + [0.0] * 41)
+    assert summarise(run_dir)["verdict"]["control"]["better"] is None
+    assert "No difference to the solo control is shown" in summarise(run_dir)["verdict"]["control"]["text"]
 
 
-def test_progress_in_a_terminal_is_a_bar():
-    console = Console(file=io.StringIO(), width=110, force_terminal=True)
-    with TrainProgress(2, label="control", console=console) as progress:
-        progress.update(ROW)
-    text = "\n".join(lines_of(console))
-    assert "control" in text
-    assert "1/2" in text
-    assert "reward 0.413  senior 0.50  KL –  2.0 s/step" in text
+def test_prompts_without_a_response_are_in_no_pair(make_run):
+    run_dir = make_run(control=False)
+    with_right(run_dir, "", "before", [None, *[0.0] * 99])
+    with_right(run_dir, "", "after", [1.0, None, *[1.0] * 98])
+    verdict = summarise(run_dir)["verdict"]
+    assert (verdict["low"], verdict["high"]) == paired_interval([1.0] * 98)
+    assert verdict["control"] is None
+
+
+def test_an_older_run_without_them_is_said_not_to_be_paired(make_run):
+    verdict = summarise(make_run())["verdict"]
+    assert verdict["paired"] is False
+    assert verdict["text"].endswith(", not paired).")
+    assert verdict["control"]["text"].startswith(
+        "It did better than the solo control: tandem accuracy 0.550 against 0.350"
+    )
+
+
+@pytest.mark.parametrize("wrong", [[1.0], {"eval/tandem_accuracy": 1}, {"eval/tandem_accuracy": [2.0]}, None])
+def test_shares_that_are_none_are_refused(make_run, wrong):
+    run_dir = make_run(control=False)
+    row = json.loads((run_dir / "eval.jsonl").read_text().splitlines()[-1])
+    (run_dir / "eval.jsonl").write_text(json.dumps({**row, "right": wrong}) + "\n")
+    with pytest.raises(RunDirError, match="expected by metric a list of numbers"):
+        summarise(run_dir)

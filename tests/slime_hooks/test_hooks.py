@@ -81,7 +81,7 @@ def roster(*overrides: str) -> Any:
         tokens=TOKENS,
         hf=SimpleNamespace(encode=lambda text, add_special_tokens: [1] * len(text)),
         end_of_turn=0,
-        chat=lambda kwargs: chat,
+        chat=lambda: chat,
     )
     return SimpleNamespace(
         config=config, tandem_rule=rule, solo_rule=solo, spellers=None, student=student, environments=None,

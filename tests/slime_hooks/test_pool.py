@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
 from slime_tandem.errors import ConfigError, EngineUnavailableError
-from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.protocol import GenerateRequest, GenerateResult, IdsAt
 from slime_tandem.slime_hooks.pool import WorkerPool
 
 
@@ -122,7 +122,7 @@ def test_responses_are_spread_evenly_whatever_the_workers_are_called(stride: int
 
 def test_exact_values_of_a_response_are_asked_for_where_it_was_read() -> None:
     async def use(pool: WorkerPool) -> Any:
-        query = ExactQuery("score-1-2-3", [9], [2] * 100, [frozenset({1})] * 100, "1-2-3")
+        query = ExactQuery("score-1-2-3", [9], [2] * 100, IdsAt.of([[1]] * 100), "1-2-3")
         await exact_log_probs(pool, [query], role="teacher")
 
     asked: list[GenerateRequest] = []

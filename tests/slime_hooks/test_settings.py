@@ -15,6 +15,7 @@ from slime_tandem.slime_hooks.refused import check_flags
 from slime_tandem.slime_hooks.settings import build, settings
 
 FLAGS = {
+    "apply_chat_template_kwargs": {},
     "hf_checkpoint": "/models/senior",
     "rollout_seed": 42,
     "rollout_temperature": 1.0,
@@ -46,6 +47,10 @@ def test_what_flags_say_is_in_the_configuration() -> None:
     assert c.objective.scale_advantages == "std"
     assert settings(arguments(grpo_std_normalization=False)).objective.scale_advantages == "none"
     assert settings(arguments(rollout_stop="\n\n")).sampling.stop == ("\n\n",)
+    assert settings(arguments(apply_chat_template_kwargs={})).models.template_kwargs == {}
+    kwargs = {"enable_thinking": False}
+    assert settings(arguments(apply_chat_template_kwargs=kwargs)).models.template_kwargs == kwargs
+    assert settings(arguments({"models": {"template_kwargs": kwargs}}, apply_chat_template_kwargs=kwargs))
 
 
 def test_it_is_built_once_per_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +75,7 @@ def test_the_section_may_be_a_file_of_its_own(tmp_path: Path) -> None:
         ({"tandem": {"prob_senior": 1.5}}, r"tandem\.prob_senior=1\.5"),
         ({"seed": 7}, r"slime_tandem\.seed=7: expected 42, what --rollout-seed says"),
         ({"models": {"senior": "/other"}}, "--hf-checkpoint"),
+        ({"models": {"template_kwargs": {"a": 1}}}, r"expected \{\}, what --apply-chat-template-kwargs says"),
         ({"optimizer": {"lr": 0.1}}, r"slime_tandem\.optimizer=.*--lr"),
         ({"train": {"steps": 3}}, "--num-rollout"),
         ({"models": "x"}, r"slime_tandem\.models='x': expected a section"),

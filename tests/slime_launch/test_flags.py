@@ -32,6 +32,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
     (reference / "latest_checkpointed_iteration.txt").write_text("release")
     config = sized(
         seed=7,
+        models={"template_kwargs": {"enable_thinking": False}},
         sampling={"max_new_tokens": 512, "stop": ["\n\n", "END"]},
         train={"steps": 3, "updates_per_step": 2, "save_every": 5},
         objective={"clip_low": 0.1, "kl_coef": 0.01, "kl_estimator": "k2", "scale_advantages": "std"},
@@ -49,6 +50,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
         "--rollout-batch-size": ["6"],
         "--n-samples-per-prompt": ["8"],
         "--rollout-stop": ["\n\n", "END"],
+        "--apply-chat-template-kwargs": ['{"enable_thinking": false}'],
         "--eps-clip": ["0.1"],
         "--kl-loss-coef": ["0.01"],
         "--kl-loss-type": ["k2"],
@@ -74,6 +76,7 @@ def test_every_setting_arrives_once(sized: Sized, tmp_path: Path) -> None:
     assert list(settings) == [KEY], "slime sets every key on its arguments"
     assert settings[KEY]["tandem"] == {"prob_senior": 0.3}
     assert not {"optimizer", "train", "seed", "cluster", "sampling"} & settings[KEY].keys()
+    assert "template_kwargs" not in settings[KEY]["models"]
     # What is left to the file and what the flags say make the same run.
     assert RunConfig.from_mapping(settings[KEY]).objective == config.objective
 
@@ -91,10 +94,10 @@ def test_prompts_are_those_of_the_local_run(sized: Sized, tmp_path: Path) -> Non
     config = sized(eval={"every": 1, "prompts": 4}, train={"steps": 2})
     launch = plan(config, tmp_path)
     tasks = TaskSet(config.tasks, config.seed)
-    lines = [json.loads(line) for line in launch.files[tmp_path / "prompts.jsonl"].splitlines()]
+    lines = [json.loads(line) for line in "".join(launch.files[tmp_path / "prompts.jsonl"]).splitlines()]
     messages = [parse_messages(line["messages"], "x", may_be_text=False) for line in lines]
     assert messages == [p.messages for step in range(2) for p in tasks.train_prompts(step, 6)]
-    held = [json.loads(line) for line in launch.files[tmp_path / "heldout.jsonl"].splitlines()]
+    held = [json.loads(line) for line in "".join(launch.files[tmp_path / "heldout.jsonl"]).splitlines()]
     assert len(held) == 4
     assert all(is_held_out(parse_messages(line["messages"], "x", may_be_text=False)) for line in held)
     sets = yaml.safe_load(launch.files[Path(split(launch.flags)["--eval-config"][0])])["eval"]["datasets"]
@@ -108,7 +111,7 @@ def test_a_prompt_file_goes_whole_but_for_its_held_out_tenth(sized: Sized, tmp_p
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "label": i + 1}) + "\n" for i in range(60)))
     launch = plan(sized(tasks=[{"family": "jsonl", "path": str(file)}]), tmp_path / "launch")
-    count = launch.files[tmp_path / "launch" / "prompts.jsonl"].count("\n")
+    count = "".join(launch.files[tmp_path / "launch" / "prompts.jsonl"]).count("\n")
     assert 45 < count < 60
     assert "--rollout-shuffle" in launch.flags
 
@@ -121,13 +124,13 @@ def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path
         plan(sized(tasks=[task]), tmp_path / "launch")
     task["reward"] = "json:dumps"  # stands for a reward: nothing is scored here
     launch = plan(sized(tasks=[task]), tmp_path / "launch")
-    rows = [json.loads(line) for line in launch.files[tmp_path / "launch" / "prompts.jsonl"].splitlines()]
+    rows = [json.loads(line) for line in "".join(launch.files[tmp_path / "launch" / "prompts.jsonl"]).splitlines()]
     assert {(row["label"], row["metadata"]["spec"]) for row in rows} == {(None, 0)}
     del task["reward"]
     with pytest.raises(DataError, match=r":1 label=None.*objective\.reward_coef=0"):
         plan(sized(tasks=[task]), tmp_path / "launch")
     launch = plan(sized(tasks=[task], objective={"reward_coef": 0.0}, opd={"enabled": True}), tmp_path / "launch")
-    assert '"label": null' in launch.files[tmp_path / "launch" / "prompts.jsonl"]
+    assert '"label": null' in "".join(launch.files[tmp_path / "launch" / "prompts.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -445,10 +448,8 @@ def test_the_objective_reaches_slimes_flags_and_the_file(sized: Any, tmp_path: P
         ConfigError, match=r"--entropy-coef='0\.5': expected 0\.001.*set objective\.entropy_coef instead"
     ):
         plan(config, tmp_path, extra=["--entropy-coef", "0.5"])
-    with pytest.raises(ConfigError, match="--use-routing-replay=True.*recorded for one pass"):
-        weighted = sized(
-            tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"}
-        )
+    weighted = sized(tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"})
+    with pytest.raises(ConfigError, match=r"--use-routing-replay=True.*recorded for one pass"):
         plan(weighted, tmp_path, extra=["--use-routing-replay"])
     alone = sized(objective={"entropy_coef": 0.001}, opd={"enabled": False}, cluster={"loss": "slime"})
     assert split(plan(alone, tmp_path).flags)["--entropy-coef"] == ["0.001"], "slime's own loss has it, too"

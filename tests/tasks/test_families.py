@@ -365,7 +365,7 @@ def test_a_family_of_ones_own_beside_a_built_in_one(own: Callable[[str, str], st
         assert tasks.reward(prompt, "no") == 0.0
     assert not {p.prompt_id for p in prompts} & {p.prompt_id for p in tasks.heldout_prompts(6)}
     assert tasks.train_prompts(3, 5) == tasks.train_prompts(3, 5)
-    assert tasks.listed_prompts == []
+    assert list(tasks.listed_prompts) == []
 
 
 def test_a_family_may_list_its_prompts(own: Callable[[str, str], str]) -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import spelt
 
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.errors import ConfigError, ModelError
+from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.team.roster import Roster, members_of
 from slime_tandem.types import Message, Prompt
+
+from ..conftest import make_model
 
 PROMPT = Prompt("p", (Message("user", "1+1"),), "2", "t")
 
@@ -23,8 +27,10 @@ def config(trio: Any, **sections: Any) -> RunConfig:
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_starts(trio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process and no connection: either would fail the test."""
+    for folder in (trio.senior, trio.junior, trio.teacher):
+        ModelTokenizer.load(folder)  # a chat template is tried in a process of its own, once
 
     def refused(*args: object, **kwargs: object) -> None:
         raise AssertionError("a roster starts nothing")
@@ -53,6 +59,29 @@ def test_a_response_by_the_senior_alone_has_no_options_of_a_tandem(trio: Any) ->
     alone = roster.writer_options(PROMPT, roster.solo_rule, SamplingConfig())
     assert (together.score_junior, together.tokens_per_request) == (True, 4)
     assert (alone.score_junior, alone.fused, alone.junior_text) == (False, False, None)
+
+
+def test_variables_of_the_templates_reach_all_that_write(tmp_path: Path) -> None:
+    """Senior, a junior with a template of its own, and the student that a teacher knows; not the teacher itself."""
+    from families import make_folder
+    from transformers import AutoTokenizer
+
+    folders = {}
+    for role, family in (("senior", "qwen3"), ("junior", "smollm3"), ("teacher", "qwen3")):
+        tokenizer = AutoTokenizer.from_pretrained(make_folder(family, tmp_path / "tokenizers"))
+        folders[role] = str(make_model(tmp_path / role, tokenizer, seed=1))
+    sections = {"models": {**folders, "template_kwargs": {"enable_thinking": False}}, "opd": {"enabled": True}}
+    roster = Roster(RunConfig.from_mapping({**sections, "tandem": {"junior_tokenizer": "any"}}))
+    options = roster.writer_options(PROMPT, roster.tandem_rule, SamplingConfig())
+    assert options.junior_text is not None
+    junior = roster.tokenizers["junior"]
+    asked = spelt(junior.tokens, options.junior_text.context([]) or ())
+    assert b"Reasoning: /no_think" in asked
+    assert asked.endswith(b"<think>\n\n</think>\n")
+    written = spelt(roster.student.tokens, roster.student.render(PROMPT.messages))
+    assert written.endswith(b"<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert roster.chats["senior"].own_begin == ""
+    assert roster.chats["teacher"].turns.opened == "", "it has opd.template_kwargs"
 
 
 def test_who_takes_part_follows_from_the_settings() -> None:

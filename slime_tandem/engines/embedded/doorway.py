@@ -45,9 +45,18 @@ class RefusedBodyError(Exception):
 
 
 class Doorway:
-    """Checks the headers of requests. `host` is what the server is bound to, `hosts` further names that it goes by."""
+    """Checks the headers of requests. `host` is what the server is bound to, `hosts` further names that it goes by; `remedy`
+    is for who calls it by another one."""
 
-    def __init__(self, host: str, hosts: tuple[str, ...] = (), api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        hosts: tuple[str, ...] = (),
+        api_key: str | None = None,
+        *,
+        remedy: str = "call it by the address it is bound to, or start it with --allowed-hosts",
+    ) -> None:
+        self._remedy = remedy
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), *(name.lower() for name in hosts)}
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
@@ -58,8 +67,7 @@ class Doorway:
         if len(hosts) != 1 or not self._is_own(hosts[0], request):
             return Refusal(
                 403,
-                f"Host={hosts[:1]}: expected the server's own address. "
-                "Remedy: call it by the address it is bound to, or start it with --allowed-hosts.",
+                f"Host={hosts[:1]}: expected the server's own address. Remedy: {self._remedy}.",
             )
         page = _foreign_page(headers, hosts[0])
         if page is not None:

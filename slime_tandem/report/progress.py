@@ -1,0 +1,228 @@
+"""What a run is doing, said from its first second: on a terminal as a display that moves, elsewhere as plain lines; and in
+progress.json of its folder, for the live page.
+
+A run goes through phases (libraries, models, servers, evaluations, the steps of each arm), one at a time; within a step its
+parts are shown on a terminal alone. Everything goes to standard error: standard output is for results. It computes no metric,
+and imports nothing heavy, since it shows the imports of what is heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from slime_tandem.files import parse_json, record_of
+
+PROGRESS_FILE = "progress.json"
+_DASH = "–"
+State = Literal["running", "done", "stopped", "failed"]
+
+
+_Time = Annotated[float, Field(ge=0.0, le=1e11)]
+
+
+class ProgressRecord(BaseModel):
+    """A moment of a run, as progress.json has it: `done` of `total` `unit`s of the phase (0 of 0: not counted); times are
+    seconds since 1970."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    state: State
+    phase: str
+    done: int = Field(ge=0, le=2**53)
+    total: int = Field(ge=0, le=2**53)
+    unit: str
+    started: _Time
+    since: _Time
+
+    @classmethod
+    def read(cls, content: bytes) -> ProgressRecord | None:
+        """Of a file's bytes; None for an empty one, and for one that holds anything else."""
+        try:
+            return record_of(cls, parse_json(content)) if content else None
+        except ValueError:
+            return None
+
+
+class _Elapsed(ProgressColumn):
+    """Time of a task that is under way: seconds with one decimal, then minutes."""
+
+    def render(self, task: Task) -> Text:
+        return Text(duration(task.elapsed or 0.0), style="progress.elapsed")
+
+
+class RunProgress:
+    """Shows the phases of a run; a context manager, which notes in progress.json how the run ended.
+
+    `quiet`: shows nothing but warnings (progress.json is written all the same). `console`: where to (standard error). `clock`
+    gives seconds since 1970.
+    """
+
+    def __init__(
+        self, *, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.console = console or Console(stderr=True)
+        self.quiet = quiet
+        self._clock = clock
+        self._started = self._since = clock()
+        self._phase, self._done, self._total, self._unit = "", 0, 0, ""
+        self._folder: Path | None = None
+        self._bars: Progress | None = None
+        self._now: TaskID | None = None
+        self._steps: TaskID | None = None
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal and not self.quiet:
+            self._bars = Progress(
+                SpinnerColumn(finished_text=" "),
+                TextColumn(
+                    "{task.description}", markup=False, table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)
+                ),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[count]}", markup=False),
+                _Elapsed(),
+                console=self.console,
+                transient=True,
+                # What is printed to standard output while it is a pipe must not turn up on the terminal.
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end_phase()
+        if self._bars is not None:
+            self._bars.stop()
+        state: State = "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._write(state)
+
+    def record_in(self, folder: Path) -> None:
+        """Write progress.json in a run's folder from now on."""
+        self._folder = folder
+        self._write("running")
+
+    def phase(self, text: str, *, total: int = 0, unit: str = "") -> None:
+        """Begin a phase, which ends the one before; `total` `unit`s of it are counted by `advance`."""
+        self._end_phase()
+        self._phase, self._done, self._total, self._unit, self._since = text, 0, total, unit, self._clock()
+        if self._bars is not None:
+            self._now = self._bars.add_task(text, total=total or None, count=self._count())
+        else:
+            self._line(text)
+        self._write("running")
+
+    def advance(self, what: str = "") -> None:
+        """One more of the phase's units is done; `what` it was, for a log."""
+        self._done += 1
+        if self._bars is not None and self._now is not None:
+            self._bars.update(self._now, completed=self._done, count=self._count())
+        elif what:
+            self._line(f"  {what}")
+        self._write("running")
+
+    def steps(self, label: str, total: int, done: int) -> None:
+        """Begin the steps of an arm, of which `done` are of an earlier part of a resumed run."""
+        self.phase(f"{label}: training", total=total, unit="step")
+        self._done = done
+        if self._bars is not None and self._now is not None:
+            self._steps = self._bars.add_task("  ", total=None, count="")
+            self._bars.update(self._now, completed=done, count=self._count())
+        self._write("running")
+
+    def part(self, text: str) -> None:
+        """What is under way within the phase; seen on a terminal alone."""
+        if self._bars is None or self._now is None:
+            return
+        if self._steps is not None:
+            self._bars.reset(self._steps, description=f"  {text}", count="")
+        else:
+            self._bars.update(self._now, description=f"{self._phase}: {text}")
+
+    def step(self, row: Mapping[str, float | None]) -> None:
+        """One more step of the phase `steps` is done; `row` are its metrics."""
+        self._done += 1
+        if self._bars is not None and self._now is not None:
+            self._bars.update(self._now, completed=self._done, count=f"{self._count()}  {_figures(row)}")
+        else:
+            label = self._phase.removesuffix(": training")
+            self._line(f"{label} {self._done}/{self._total}  {_figures(row)}", timed=False)
+        self._write("running")
+
+    def say(self, text: str) -> None:
+        """A line that is worth keeping, not a warning."""
+        if not self.quiet:
+            self.warn(text, style="")
+
+    def warn(self, text: str, style: str = "yellow") -> None:
+        """A line that is shown in quiet mode, too."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+    def _end_phase(self) -> None:
+        if self._bars is None or self._now is None:
+            return
+        for task in (self._now, self._steps):
+            if task is not None:
+                self._bars.remove_task(task)
+        text = f"{self._phase}{f' ({self._count()})' if self._total else ''}"
+        self.console.print(Text.assemble(("✓ ", "green"), text, (f"  {duration(self._clock() - self._since)}", "dim")))
+        self._now = self._steps = None
+
+    def _line(self, text: str, *, timed: bool = True) -> None:
+        if not self.quiet:
+            when = f"{self._clock() - self._started:7.1f} s  " if timed else ""
+            self.console.print(f"{when}{text}", markup=False, highlight=False, soft_wrap=True)
+
+    def _count(self) -> str:
+        if not self._total:
+            return ""
+        return f"{self._unit} {self._done}/{self._total}".strip()
+
+    def _write(self, state: State) -> None:
+        if self._folder is None:
+            return
+        record = ProgressRecord(
+            state=state, phase=self._phase, done=self._done, total=self._total, unit=self._unit,
+            started=self._started, since=self._since,
+        )  # fmt: skip
+        unfinished = self._folder / f".{PROGRESS_FILE}.unfinished"
+        # What is only shown must not end a run: the disk's refusal is found by what has to be written.
+        with contextlib.suppress(OSError):
+            unfinished.write_text(record.model_dump_json() + "\n", encoding="utf-8")
+            os.replace(unfinished, self._folder / PROGRESS_FILE)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them.
+
+    >>> duration(3.14), duration(75), duration(7325)
+    ('3.1 s', '1:15', '2:02:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _figures(row: Mapping[str, float | None]) -> str:
+    return (
+        f"reward {_number(row['rollout/reward_mean'])}  senior {_number(row['tandem/senior_token_fraction'], 2)}  "
+        f"KL {_number(row['opd/teacher_kl'], 2)}  {_number(row['time/step_s'], 1)} s/step"
+    )
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return _DASH if value is None else f"{value:.{digits}f}"
