@@ -88,9 +88,7 @@ class RunProgress:
         if self.console.is_terminal and not self.quiet:
             self._bars = Progress(
                 SpinnerColumn(finished_text=" "),
-                TextColumn(
-                    "{task.description}", markup=False, table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)
-                ),
+                TextColumn("{task.description}", markup=False, table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[count]}", markup=False),
                 _Elapsed(),

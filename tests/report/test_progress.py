@@ -144,15 +144,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"state": "running"}',
-        b'{"state": 1, "phase": [], "done": -1}',
-        b"\xff\x00",
-        b'{"since": 1e400}',
-    ],
+    [b"", b"{", b"[]", b'{"state": "running"}', b'{"state": 1, "phase": [], "done": -1}', b"\xff\x00", b'{"since": 1e400}'],
 )
 def test_another_programs_file_is_none_of_ours(content: bytes) -> None:
     assert ProgressRecord.read(content) is None

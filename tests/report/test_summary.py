@@ -155,9 +155,7 @@ def test_an_older_run_without_them_is_said_not_to_be_paired(make_run):
     verdict = summarise(make_run())["verdict"]
     assert verdict["paired"] is False
     assert verdict["text"].endswith(", not paired).")
-    assert verdict["control"]["text"].startswith(
-        "It did better than the solo control: tandem accuracy 0.550 against 0.350"
-    )
+    assert verdict["control"]["text"].startswith("It did better than the solo control: tandem accuracy 0.550 against 0.350")
 
 
 @pytest.mark.parametrize("wrong", [[1.0], {"eval/tandem_accuracy": 1}, {"eval/tandem_accuracy": [2.0]}, None])
