@@ -22,7 +22,7 @@ _SIZES = {
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "shared_expert_intermediate_size": 32, "num_hidden_layers": 4,
+    "shared_expert_intermediate_size": 32, "num_hidden_layers": 4, "full_attention_interval": 4,
 }  # fmt: skip
 # Gemma's head is its embedding, whatever a config says: SGLang asks none.
 _GEMMA = {
