@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from slime_tandem.config import RunConfig
+from slime_tandem.config.section import set_in
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
 from slime_tandem.slime_hooks.refused import KEY, OUR_REWARD
@@ -71,6 +72,7 @@ _SETTINGS_BY_FLAG = {
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
 
+_LOCAL_ALONE = {"train.micro_batch_tokens", "train.threads"}
 _FUSED_DEFAULTS = ("--sglang-attention-backend", "--sglang-sampling-backend", "--sglang-grammar-backend")
 """What the fused engine takes on a GPU unless the user says otherwise."""
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
@@ -183,7 +185,11 @@ def plan(
         environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
-    extra += _first_wait(split(extra))
+    flags += _first_wait(split(extra))
+    if alone := [f"{name}={value!r}" for name, value in set_in(config.train, "train") if name in _LOCAL_ALONE]:
+        notes.append(
+            f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes"
+        )
     notes += _sizes_only(config, place, flags, fused=fused is not None)
     return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes, sides)
 
@@ -308,6 +314,12 @@ def _not_under_slime(config: RunConfig) -> None:
             "8: slime 624b824a hands no other to Megatron (model_provider.py)",
         ),
         ("train.steps", config.train.steps, config.train.steps < 1, "at least 1 with slime"),
+        (
+            "train.gradient_checkpointing",
+            config.train.gradient_checkpointing,
+            config.train.gradient_checkpointing,
+            "false: cluster.recompute does it (true by default)",
+        ),
         (
             "cluster.reward",
             reward,
