@@ -145,15 +145,19 @@ def align(
     """
     from slime_tandem.distill.alignment import UNALIGNED_REASONS
     from slime_tandem.distill.conversation import aligner_of
+    from slime_tandem.distill.teacher import read_turn
     from slime_tandem.models.text_tokenizer import load_text_tokenizer, sample_ids
 
     s, t = (
         load_text_tokenizer(str(name), Path(cache_dir), trust_remote_code=trust_remote_code)
         for name in (student, teacher)
     )
-    aligner = aligner_of(s.tokens, t.tokens, t.markup, thinking)
     ids = tuple(sample_ids(s, text))
-    written = aligner.write(ids, t.encode)
+    if s.chat and t.chat:
+        aligner, written = read_turn(s.chat, t.chat, ids, thinking)
+    else:
+        aligner = aligner_of(s.tokens, t.tokens, t.markup, thinking)
+        written = aligner.write(ids, t.encode)
     found = aligner.align(written)
     return TextAlignment(
         student_ids=ids,

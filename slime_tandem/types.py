@@ -309,7 +309,8 @@ class AlignedScores:
     at the same place was proven; `unaligned` counts the masked positions by reason, so that nothing is dropped silently.
     `origin`: the alignment that they come from, the first one where teachers were combined; None if unknown. `candidates`: the
     most likely tokens at each position, if asked for; `lists` [R, K]: student's and teacher's lists, empty (-1) at unpaired
-    positions, if tokens are to be selected by them.
+    positions, if tokens are to be selected by them. `bounded` [R]: how much too large a mass by these lists may be
+    (`candidates.gather_deep`), None where their values are exact.
     """
 
     log_probs: FloatArray
@@ -318,6 +319,7 @@ class AlignedScores:
     origin: Origin | None = None
     candidates: Candidates | None = None
     lists: TopLists | None = None
+    bounded: FloatArray | None = None
 
     def __post_init__(self) -> None:
         assert self.log_probs.shape == self.mask.shape

@@ -13,6 +13,7 @@ from slime_tandem.config.opd import OpdConfig
 from slime_tandem.config.section import Named, Section
 from slime_tandem.config.serving import ServingConfig
 from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
+from slime_tandem.config.tracking import Reporter, TrackingConfig
 from slime_tandem.extensions import is_own, is_url
 
 AnswerKind = Literal["number", "math", "text", "choice"]
@@ -278,6 +279,12 @@ class EvalConfig(Section):
         ge=1,
         description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
     )
+    start: str | None = Field(
+        None,
+        min_length=1,
+        description="`slime-tandem eval`: the weights that the senior's training started from, as a folder or builtin:<name>; "
+        "measures the drift from them; null: not measured",
+    )
     resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
 
     @field_validator("top_k")
@@ -294,6 +301,11 @@ class Sections(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under runs_dir")
     runs_dir: str = Field("runs", description="where runs are kept")
     seed: int = Field(0, ge=0, lt=2**63, description="keys every random draw of the run")
+    report_to: tuple[Reporter, ...] = Field(
+        ("tensorboard",),
+        description="who gets the metrics, beside the run's folder: a name or a list; none: nobody (docs/tutorial.md)",
+    )
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     models: ModelsConfig = Field(default_factory=ModelsConfig)
     tasks: tuple[TaskSpec, ...] = Field(
         (TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2}),),
@@ -314,3 +326,13 @@ class Sections(Section):
     control: bool = Field(
         False, description="also run solo GRPO (no junior, no teacher) from the same start with the same budget"
     )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: object) -> object:
+        """As transformers and TRL take it: a name, `none`, or several names, each once."""
+        if isinstance(value, str):
+            value = () if value == "none" else (value,)
+        if isinstance(value, list | tuple) and len(set(map(str, value))) < len(value):
+            raise ValueError("each name once")
+        return value

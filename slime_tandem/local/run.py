@@ -43,6 +43,7 @@ from slime_tandem.report.run_folder import (
     transcript_of,
 )
 from slime_tandem.report.summary import Summary, summarise, write_summary
+from slime_tandem.report.trackers import Trackers, require_trackers
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
@@ -123,7 +124,9 @@ def train(
         with RunProgress() as own:
             return train(config, resume=resume, overwrite=overwrite, progress=own)
     run_dir = config.run_dir
-    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+    slimes = [*set_in(config.cluster, "cluster")]
+    slimes += [item for item in set_in(config.engine, "engine") if item[0] == "engine.client_processes"]
+    if unread := [f"{name}={value!r}" for name, value in slimes]:
         progress.warn(f"read under slime alone, a local run takes no notice: {', '.join(unread)}")
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -143,6 +146,7 @@ def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
+    require_trackers(config)
     progress.phase("reading prompts")
     tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
     for note in tasks.notes:
@@ -295,7 +299,15 @@ def _run_arm(
     progress.phase(f"{arm.name}: loading the policy{' and its reference' if config.objective.kl_coef > 0 else ''}")
     trainer, step = _trainer(arm, team, resume=resume)
     resumed = resume and (arm.folder / "config.yaml").exists()
-    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+    with (
+        Trackers(config, arm.folder, name=_tracked_as(arm), say=progress.warn) as trackers,
+        RunWriter(
+            arm.folder,
+            resume_step=step if resumed else None,
+            tensorboard="tensorboard" in config.report_to,
+            trackers=trackers,
+        ) as writer,
+    ):
         writer.write_config(config)
         done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
@@ -313,6 +325,10 @@ def _run_arm(
         step = _take_steps(arm, team, tasks, held_out, trainer, writer, progress, step)
         if step:
             _evaluate(writer, team, tasks, held_out, arm, progress, step, "after")
+
+
+def _tracked_as(arm: Arm) -> str:
+    return arm.config.name if arm.name == "run" else f"{arm.config.name}-{arm.name}"
 
 
 def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
@@ -435,7 +451,8 @@ def _learn(
     t1 = time.perf_counter()
     progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
+    eos_ids, bank = team.roster.student.tokens.eos_ids, TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank, eos_ids=eos_ids)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(
@@ -450,7 +467,7 @@ def _learn(
     progress.part("giving its server the new weights")
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
+        **rollout_metrics(scored, eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,

@@ -19,7 +19,14 @@ from slime_tandem.types import RIGHT_REWARD
 Scope = Literal["step", "eval"]
 Direction = Literal["up", "down", "none"]
 Reduction = Literal[
-    "sample mean", "group mean", "token mean", "update mean", "ratio of sums", "sum over the step", "value at the end"
+    "sample mean",
+    "group mean",
+    "token mean",
+    "update mean",
+    "ratio of sums",
+    "sum over the step",
+    "value at the end",
+    "worst of the step",
 ]
 Row = Mapping[str, float | None]
 
@@ -72,6 +79,21 @@ _TABLE = (
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
     _step("rollout/failed_samples", "samples", "sum over the step", "down", "responses that could not be written"),
+    _step(
+        "rollout/loop_blocked_s",
+        "s",
+        "worst of the step",
+        "down",
+        "slime: longest time that the rollout manager's event loop came too late to its work",
+    ),
+    _step(
+        "rollout/loop_busy_s",
+        "s",
+        "worst of the step",
+        "down",
+        "slime: most processor time that this loop's thread took before it could look at its clock again",
+    ),
+    _step("rollout/loop_cpu_s", "s", "sum over the step", "down", "slime: processor time of that loop's thread"),
     _step(
         "reward/timeouts",
         "responses",
@@ -153,6 +175,13 @@ _TABLE = (
         "sampled ends of turn that carry a teacher value (stop strings are none)",
     ),
     _step("opd/eos_kl", "nats", "sample mean", "down", "opd/teacher_kl of ends of turn alone"),
+    _step(
+        "opd/bounded_mass",
+        "probability",
+        "token mean",
+        "down",
+        "with opd.selection.depth: how much too large the mass of the other side's entries may be taken, at most",
+    ),
     _step("opd/failed_samples", "samples", "sum over the step", "down", "samples whose teacher answer was unusable"),
     _step(
         "opd/unread_roles",
@@ -266,6 +295,20 @@ _TABLE = (
             f"selected tokens that lie in tenth {i} of their response",
         )
         for i in range(10)
+    ),
+    _step(
+        "selection/end_of_turn",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "selected tokens that are ends of turn",
+    ),
+    _step(
+        "selection/end_of_turn_kept",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "ends of turn among the tokens that may be selected which are",
     ),
     *(
         _step(

@@ -184,7 +184,7 @@ def log_rollout(
             f"rollout/reward_by_task/{row['task']}": row["mean"] for row in reward_histograms(*rewards_by_task(scored))
         }
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
-        metrics |= part_scalars("rollout", part_means(scored))
+        metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
         _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
         if rollout_id == 0 and config.objective.reward_coef > 0:
             _warn_if_equal(args, config, scored)
@@ -248,7 +248,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
     ]
     rollout_id = getattr(args, "logged_rollout_id", None)
-    rows, metrics = build_rows(scored, config, bank=TokenBank.of(config), rollout_id=rollout_id)
+    bank, ends = TokenBank.of(config), wire.ends_of(written)
+    rows, metrics = build_rows(scored, config, bank=bank, rollout_id=rollout_id, eos_ids=ends)
     kept = [s for s, about in zip(written, scored, strict=True) if takes_part(about, config.opd)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
     place = {id(s): i for i, s in enumerate(samples)}

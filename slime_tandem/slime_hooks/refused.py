@@ -118,7 +118,7 @@ def check_flags(args: Any, config: RunConfig, *, planned: bool = False) -> None:
 def scores_by_id(config: RunConfig) -> bool:
     """Whether servers are asked for the log-probs of given ids: lists of candidates that one side lacks."""
     opd = config.opd
-    return opd.enabled and (opd.selection.asks_cross or (opd.signal != "sampled" and opd.support != "teacher"))
+    return opd.enabled and (opd.selection.asks_ids or (opd.signal != "sampled" and opd.support != "teacher"))
 
 
 # ---- the rules, in the order in which they are held ----
@@ -267,8 +267,7 @@ _OBJECTIVE = (
     ),
     Rule(
         "--lr-decay-style",
-        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, and the rate would be at its end "
-        "too early",
+        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, its schedule would end early",
         "set --lr-decay-style constant, or --lr-decay-iters",
         wrong=lambda value, _: value not in (None, "constant"),
         when=lambda job: job.config.train.epochs_per_step > 1 and job.value("--lr-decay-iters") is None,

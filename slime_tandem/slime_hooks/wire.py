@@ -424,6 +424,7 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
             "unaligned": dict(scores.unaligned),
             "candidates": None if c is None else [c.ids, c.teacher_log_probs, c.student_log_probs],
             "lists": None if lists is None else lists.columns,
+            "bounded": scores.bounded,
         },
         teacher_error=None,
     )
@@ -445,4 +446,5 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         unaligned=kept["unaligned"],
         candidates=None if kept["candidates"] is None else Candidates(*kept["candidates"]),
         lists=None if kept["lists"] is None else TopLists(*kept["lists"]),
+        bounded=kept.get("bounded"),
     ), None

@@ -26,6 +26,9 @@ def rollout_metrics(
     """
     metrics: dict[str, float | None] = {
         **response_metrics(scored),
+        "rollout/loop_blocked_s": None,
+        "rollout/loop_busy_s": None,
+        "rollout/loop_cpu_s": None,
         "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
         "rollout/accuracy": float(np.mean([s.right for s in scored if s.reward is not None])),
     }
@@ -112,6 +115,7 @@ def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> 
         "opd/coverage": None,
         "opd/eos_coverage": None,
         "opd/eos_kl": None,
+        "opd/bounded_mass": None,
     }
     out.update(dict.fromkeys(f"opd/unaligned_{reason}" for reason in UNALIGNED_REASONS))
     errors = [s.teacher_error for s in scored if s.teacher_error is not None]
@@ -129,6 +133,8 @@ def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> 
     out["opd/teacher_kl"] = float(deltas.mean()) if deltas.size else None
     masks = np.concatenate([a.mask[np.asarray(s.loss_mask) == 1] for s, a in with_teacher])
     out["opd/coverage"] = float(masks.mean()) if masks.size else None
+    bounds = [a.bounded[a.mask] for _, a in with_teacher if a.bounded is not None]
+    out["opd/bounded_mass"] = float(np.concatenate(bounds).mean()) if any(map(len, bounds)) else None
     ends = [
         (a.mask[i], s.authorship_mask[i] == SENIOR, s.log_probs[i] - a.log_probs[i])
         for s, a in with_teacher

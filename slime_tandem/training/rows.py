@@ -71,6 +71,7 @@ def build_rows(
     kl_coef: float | None = None,
     bank: Bank | None = None,
     rollout_id: int | None = None,
+    eos_ids: frozenset[int] | None = None,
 ) -> tuple[list[TrainRow], dict[str, float | None]]:
     """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
 
@@ -78,8 +79,9 @@ def build_rows(
     a reward is no part of its group, and of neither the task reward nor the KL: its distillation alone is left.
     `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
     `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is
-    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). Raises TeacherScoreError if a
-    sample failed and `opd.on_failed_sample` is `stop`.
+    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). `eos_ids`: the senior's ends of
+    turn, whose part in the choice is reported apart (None: not known). Raises TeacherScoreError if a sample failed and
+    `opd.on_failed_sample` is `stop`.
     """
     objective = config.objective
     weights = [_weights(s, config.tandem.junior_token_loss_weight) for s in samples]
@@ -124,6 +126,7 @@ def build_rows(
         [t.lists if (t := samples[i].teacher) else None for i in kept],
         chosen,
         0 if bank is None else number,
+        None if eos_ids is None else [np.isin(samples[i].sample.response_ids, [*eos_ids]) for i in kept],
     )
     if bank is not None:
         bank(number, [samples[i] for i in kept], usable, mask)

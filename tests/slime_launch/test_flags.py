@@ -18,7 +18,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, plan
-from slime_tandem.slime_launch.user_flags import split
+from slime_tandem.slime_launch.user_flags import same, split
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.family import is_held_out
 from slime_tandem.tasks.jsonl import parse_messages
@@ -506,3 +506,74 @@ def test_slimes_real_parser_takes_plans_with_rewards(slime_here: Any, sized: Siz
         command = [slime_here.python, "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser", *launch.flags]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_objective_reaches_slimes_flags_and_the_file(sized: Any, tmp_path: Path) -> None:
+    config = sized(objective={"entropy_coef": 0.001, "kl_coef": 0.01}, train={"epochs_per_step": 2})
+    made = plan(config, tmp_path)
+    flags = split(made.flags)
+    assert (flags["--entropy-coef"], flags["--kl-loss-coef"]) == (["0.001"], ["0.01"])
+    (text,) = (text for file, text in made.files.items() if file.name == "tandem.yaml")
+    assert yaml.safe_load(text)["slime_tandem"]["train"] == {"epochs_per_step": 2}
+    with pytest.raises(
+        ConfigError, match=r"--entropy-coef='0\.5': expected 0\.001.*set objective\.entropy_coef instead"
+    ):
+        plan(config, tmp_path, extra=["--entropy-coef", "0.5"])
+    weighted = sized(tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"})
+    with pytest.raises(ConfigError, match=r"--use-routing-replay=True.*recorded for one pass"):
+        plan(weighted, tmp_path, extra=["--use-routing-replay"])
+    alone = sized(objective={"entropy_coef": 0.001}, opd={"enabled": False}, cluster={"loss": "slime"})
+    assert split(plan(alone, tmp_path).flags)["--entropy-coef"] == ["0.001"], "slime's own loss has it, too"
+    with pytest.raises(ConfigError, match="epochs_per_step=2: expected 1 with slime's own loss"):
+        plan(sized(opd={"enabled": False}, cluster={"loss": "slime"}, train={"epochs_per_step": 2}), tmp_path)
+
+
+def test_what_a_local_run_alone_reads_is_refused_or_said(sized: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True: expected false: cluster\.recompute"):
+        plan(sized(train={"gradient_checkpointing": True}), tmp_path)
+    notes = plan(sized(train={"threads": 2}), tmp_path).notes
+    assert any(note.startswith("a local run alone reads train.threads=2") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        (["--x", "1", "--x", "2"], ["--x", "1", "--x", "2"]),  # slime adds some up: all of them go on
+        (["--x=1=2", "--y=", "--z", "-1"], ["--x", "1=2", "--y", "", "--z", "-1"]),
+        (["--lr", "1.0E-3", "--lr=0.001"], []),
+        (["--weight-decay", "-0.0"], []),
+        (["--kwargs", '{"a": [1, -2], "b": "c d"}'], ["--kwargs", '{"a": [1, -2], "b": "c d"}']),
+        (["--sglang-log-level", "info"], ["--sglang-log-level", "info"]),
+    ],
+)
+def test_odd_spellings_of_users_flags(sized: Any, tmp_path: Path, extra: list[str], kept: list[str]) -> None:
+    made = list(plan(sized(), tmp_path, extra=extra).flags)
+    assert made[len(made) - len(kept) :] == kept
+    assert made[: len(made) - len(kept)] == list(plan(sized(), tmp_path).flags)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--lr", "0.001", "--lr", "0.002"], "--lr='0.002': expected 0.001"),
+        (["--max-tokens-per-gpu", "8k"], "--max-tokens-per-gpu='8k': expected 8192"),
+        (["--x", "1", "--", "--y"], "slime flags='--'"),
+        (["--sglang-mem-fraction", "0.5"], "expected a whole name, --sglang-mem-fraction-static"),
+        (["--colocate", "true"], "--colocate='true'"),
+        (["--rollout-top-p", "1", "2"], "--rollout-top-p='1 2'"),
+    ],
+)
+def test_users_flags_that_say_something_else(sized: Any, tmp_path: Path, extra: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(sized(), tmp_path, extra=extra)
+
+
+def test_lists_are_compared_as_what_megatron_makes_of_them() -> None:
+    for ours, theirs in (
+        ("[1,1,1]", "([1]*3)"),
+        ("[0,1,1]", "[0]*1+[1]*2"),
+        ('{"a": [true, null]}', '{ "a":[true,null] }'),
+    ):
+        assert same("--x", [ours], [theirs])
+    for ours, theirs in (("[1,1]", "[1]*3"), ("[1]", "[1]*99999999999"), ("[1]", "__import__('os')"), ("{", "{ ")):
+        assert not same("--x", [ours], [theirs])
