@@ -39,8 +39,9 @@ from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids, rule_of
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.strategies import find_strategy
+from slime_tandem.tasks.arguments import Response
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import successful, with_revival
+from slime_tandem.team.rollouts import rewarded, successful, with_revival
 from slime_tandem.team.roster import Role, Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
@@ -287,7 +288,8 @@ def _write(
 
 
 def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
-    return [v.reward >= RIGHT_REWARD for v in tasks.verdicts([(s.prompt, s.text) for s in samples])]
+    """Raises DataError for a response without a reward: figures of some responses are not figures of the prompts."""
+    return [v.right for v in rewarded(tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), "stop")]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:
