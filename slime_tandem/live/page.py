@@ -145,7 +145,7 @@ class LivePage:
 
 
 def _without_transcripts(arm: ArmData) -> ArmData:
-    return ArmData(arm.key, arm.label, arm.files, arm.rewards, ends_of(()))
+    return ArmData(arm.key, arm.label, arm.files, arm.rewards, ends_of(()), arm.parts)
 
 
 def _status(record: ProgressRecord | None, otherwise: str) -> str:

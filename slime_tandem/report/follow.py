@@ -19,6 +19,8 @@ from slime_tandem.errors import TandemError, printable
 from slime_tandem.files import MOST_JSON
 from slime_tandem.report.html import ArmData
 from slime_tandem.report.progress import PROGRESS_FILE
+from slime_tandem.report.reward_parts import FILE as PARTS_FILE
+from slime_tandem.report.reward_parts import checked_parts
 from slime_tandem.report.run_folder import read_row
 from slime_tandem.report.summary import CONTROL_LABEL, RunFiles, checked_rewards, checked_row, run_label
 from slime_tandem.report.transcripts import PHASES, Ends, ends_of
@@ -140,13 +142,14 @@ class _RawEnds:
 
 
 class _Arm:
-    """The four files of one run in a folder."""
+    """The five files of one run in a folder."""
 
     def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
         self.folder, self._problem = folder, problem
         self.steps: list[Mapping[str, Any]] = []
         self.evals: list[Mapping[str, Any]] = []
         self.rewards: list[Mapping[str, Any]] = []
+        self.parts: list[Mapping[str, Any]] = []
         self._ends = _RawEnds(folder / "transcripts.jsonl", problem)
         self._tails = [
             self._tail(
@@ -156,6 +159,7 @@ class _Arm:
             self._tail(
                 "rewards.jsonl", lambda path, row: self.rewards.append(checked_rewards(path, row)), self.rewards
             ),
+            self._tail(PARTS_FILE, lambda path, row: self.parts.append(checked_parts(path, row)), self.parts),
             Tail(folder / "transcripts.jsonl", self._ends.add, self._ends.clear),
         ]
 
@@ -177,7 +181,8 @@ class _Arm:
 
     def data(self, key: str, label: str) -> ArmData:
         """What was read so far."""
-        return ArmData(key, label, RunFiles(list(self.steps), list(self.evals)), list(self.rewards), self._ends.ends())
+        files = RunFiles(list(self.steps), list(self.evals))
+        return ArmData(key, label, files, list(self.rewards), self._ends.ends(), list(self.parts))
 
 
 class RunFollower:

@@ -838,6 +838,39 @@ def test_lost_rows_are_missed_at_resume(trio, uninterrupted: Path, tmp_path: Pat
         (copy / name).write_bytes(content)
 
 
+def test_distillation_alone_takes_prompts_without_labels_and_misses_another_file(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """From a CSV that has no labels and a bad row, resumed; the teacher's metrics are the evaluation."""
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,level\n" + "".join(f"{i} + {i} =,{i % 3}\n" for i in range(10, 60)) + "one,two,three\n")
+    tree = settings(trio, tmp_path, control=False)
+    tree["tasks"] = [{"family": "jsonl", "path": str(file), "bad_lines": "skip"}]
+    tree["objective"] = {"reward_coef": 0.0}
+    tree["opd"] = {"enabled": True}
+    tree["report_to"] = "none"
+    tree["train"] = {**BASE["train"], "steps": 1, "prompts_per_step": 60, "samples_per_prompt": 1}
+    train(RunConfig.from_mapping(tree))
+    folder = tmp_path / "r"
+    (step,) = rows(folder / "metrics.jsonl")
+    assert step["rollout/reward_mean"] == 0.0
+    assert step["rollout/skipped_rows"] >= 1, "more prompts than the file has: it is met"
+    assert step["opd/teacher_kl"] is not None
+    assert step["train/grad_norm"] > 0
+    assert all(row["eval/teacher_kl"] is not None for row in rows(folder / "eval.jsonl"))
+    assert not (folder / "tb").exists()
+    tree["train"] = {**tree["train"], "steps": 2}
+    train(RunConfig.from_mapping(tree), resume=True)
+    assert len(rows(folder / "metrics.jsonl")) == 2
+    file.write_text(file.read_text().replace("10 + 10", "10 + 11"))
+    tree["train"] = {**tree["train"], "steps": 3}
+    with pytest.raises(
+        RunDirError, match=rf"tasks\.0\.path='{file}'.*the run was started with: .*SHA-256.*start again"
+    ):
+        train(RunConfig.from_mapping(tree), resume=True)
+    (folder / "data.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"record of the data.*restore the file"):
+        train(RunConfig.from_mapping(tree), resume=True)
+
+
 @pytest.mark.parametrize("step", [-5, 3, 2**63, "4", None])
 def test_a_checkpoint_whose_step_is_not_its_folders_is_refused(
     trio, uninterrupted: Path, tmp_path: Path, step: object
