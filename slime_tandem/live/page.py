@@ -24,6 +24,7 @@ from slime_tandem.report.progress import ProgressRecord
 from slime_tandem.report.transcripts import ends_of, passage
 
 _NOW = "now"
+_FILES = (MAPPING, "config.yaml", "metrics.jsonl", "eval.jsonl", "*/config.yaml", "*/metrics.jsonl", "*/eval.jsonl")
 
 
 class LivePage:
@@ -60,8 +61,8 @@ class LivePage:
         # New dictionary, then its number: a reader in another thread never sees half of a change.
         version = self.version + 1
         self._parts = {**self._parts, **{name: (version, text) for name, text in changed.items()}}
+        self.changed_at = time.time() if self.version else self._newest()
         self.version = version
-        self.changed_at = time.time()
         return True
 
     def newer(self, version: int) -> list[tuple[int, str, str]]:
@@ -84,6 +85,11 @@ class LivePage:
             script=self.script,
             version=__version__,
         )
+
+    def _newest(self) -> float:
+        """When a file of the folder was last written, before anybody looked."""
+        stamps = _stamps(self.folder).values()
+        return max((time_ns for _, time_ns in stamps), default=time.time_ns()) / 1e9
 
     def _run(self) -> dict[str, str] | None:
         follower = self._follower
@@ -150,9 +156,9 @@ def _status(record: ProgressRecord | None, otherwise: str) -> str:
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """(size, time) of what a suite's page is made of."""
+    """(size, time) of what a page is made of, of a suite or of a run and its control."""
     stamps = {}
-    for pattern in (MAPPING, "*/config.yaml", "*/metrics.jsonl", "*/eval.jsonl"):
+    for pattern in _FILES:
         for path in folder.glob(pattern):
             try:
                 state = os.stat(path)

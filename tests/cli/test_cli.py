@@ -73,7 +73,7 @@ def config(trio, tmp_path: Path) -> Callable[..., str]:  # type: ignore[no-untyp
 
 
 def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *parts: str) -> None:
-    """Exit code 2; a line on stderr names the command and holds `parts` and a remedy; nothing but progress is printed before."""
+    """Exit code 2; a line on stderr names the command and holds `parts` and a remedy; only progress comes before."""
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
