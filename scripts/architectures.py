@@ -84,7 +84,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "deepseek_v3", "deepseek-v3",
         {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
          "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-         "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+         "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+         }},
     ),
     "phi3": Architecture("phi3", "phi-4", {"rope_theta": 10000.0}),
     "olmo2": Architecture("olmo2", "gpt-oss"),
