@@ -22,7 +22,7 @@ _SIZES = {
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "shared_expert_intermediate_size": 32, "num_hidden_layers": 4, "full_attention_interval": 4,
+    "shared_expert_intermediate_size": 32, "num_hidden_layers": 4,
 }  # fmt: skip
 # Gemma's head is its embedding, whatever a config says: SGLang asks none.
 _GEMMA = {
@@ -38,12 +38,13 @@ _VISION = {
 @dataclass(frozen=True)
 class Architecture:
     """`kind`: transformers' `model_type`; `family`: whose tokenizer it gets; `sizes`: of the language model; `around`: the
-    rest of a config in which that is nested."""
+    rest of a config in which that is nested; `published`: what a family's config.json says and transformers writes no more."""
 
     kind: str
     family: str
     sizes: dict[str, Any] = field(default_factory=dict)
     around: dict[str, Any] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -60,7 +61,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(
         "qwen2_moe", "qwen2.5", {**_EXPERTS, "shared_expert_intermediate_size": 32, "num_attention_heads": 4}
     ),
-    "qwen3_next": Architecture("qwen3_next", "qwen3", {**_EXPERTS, **_LINEAR}),
+    "qwen3_next": Architecture(
+        "qwen3_next", "qwen3", {**_EXPERTS, **_LINEAR}, published={"full_attention_interval": 4}
+    ),
     "qwen3_5_moe": Architecture(
         "qwen3_5_moe", "qwen3", {**_EXPERTS, **_LINEAR, "model_type": "qwen3_5_moe_text"},
         {"vision_config": {
@@ -84,7 +87,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "deepseek_v3", "deepseek-v3",
         {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
          "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-         "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+         "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+         "rope_parameters": {
+             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+         }},
+        published={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "phi3": Architecture("phi3", "phi-4", {"rope_theta": 10000.0}),
     "olmo2": Architecture("olmo2", "gpt-oss"),
@@ -132,4 +140,6 @@ def make_model(
                     parameter.add_(0.06 * torch.randn_like(parameter))
     model.generation_config.eos_token_id = ends or tokenizer.eos_token_id
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    saved = folder / "config.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | arch.published, indent=2))
     return folder
