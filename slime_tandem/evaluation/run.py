@@ -33,7 +33,6 @@ from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_
 from slime_tandem.evaluation.transfer import finished, first_half
 from slime_tandem.models.builtin import resolve_model
 from slime_tandem.models.tokenizer import ModelTokenizer, require_same_tokenizer
-from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids, rule_of
@@ -232,7 +231,7 @@ def _finished_right(
 
     texts = with_revival(team, lambda: team.servers.run(finish()))
     verdicts = tasks.verdicts([(s.prompt, text) for s, text in zip(samples, texts, strict=True)])
-    return [v.reward >= RIGHT_REWARD for v in verdicts]
+    return [v.right for v in rewarded(verdicts, "stop")]
 
 
 def _start(team: Team) -> Path | None:

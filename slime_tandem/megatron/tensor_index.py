@@ -147,7 +147,7 @@ class PickleReader:
         """The value of a pickle. Raises ValueError for all that has no place in it."""
         for opcode, argument, at in pickletools.genops(data):
             name = opcode.name
-            if name == "FRAME" and argument > len(data) - (at or 0) - _FRAME_BYTES:
+            if name == "FRAME" and (argument or 0) > len(data) - (at or 0) - _FRAME_BYTES:
                 raise ValueError(f"a frame of {argument} bytes, longer than the file")  # pickle.load reads it whole
             if name == "STOP":
                 return self.pop()
