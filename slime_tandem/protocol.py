@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, Self, overload
@@ -83,7 +84,8 @@ class IdsAt:
         if not len(keys):
             return np.full(wanted.shape, -1, dtype=np.int64)
         place = np.searchsorted(keys, wanted, side="right") - 1
-        return np.where((place >= 0) & (keys[place] == wanted), order[place], -1)
+        found: IntArray = np.where((place >= 0) & (keys[place] == wanted), order[place], -1)
+        return found
 
 
 _ID_BITS = 32
@@ -165,21 +167,38 @@ class CandidateLists(IdsAt, Sequence["TopLogProbs | None"]):
 
 
 class IdText(Sequence[int]):
-    """Ids that are sent again and again with more or less of their end: a prefix shares ids and JSON text with the whole.
+    """Ids that are sent again and again with more or less of their end: prefixes share the ids and their JSON text.
+
+    The whole only ever grows (`extend`); a prefix stays what it is.
 
     >>> whole = IdText([5, 67, 890])
-    >>> whole.prefix(2).json, tuple(whole.prefix(2)), whole == (5, 67, 890)
-    (b'[5,67]', (5, 67), True)
+    >>> part = whole.prefix(2)
+    >>> whole.extend([4])
+    >>> part.json, part, len(whole), part.shares(whole), IdText([5, 67]).shares(whole)
+    (b'[5,67]', (5, 67), 4, True, False)
     """
 
     __slots__ = ("_count", "_ends", "_ids", "_text")
 
     def __init__(self, ids: Sequence[int]) -> None:
-        self._ids: Sequence[int] = ids
-        self._text = json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
-        digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 1
-        self._ends = np.cumsum(digits + 1) - 1  # a comma behind each but the last
-        self._count = len(ids)
+        self._ids: list[int] = []
+        self._text = bytearray()
+        self._ends = array("q")  # of each id in the text; a comma stands behind each but the last
+        self._count = 0
+        self.extend(ids)
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add ids at the end of the whole."""
+        assert self._count == len(self._ids), "a prefix does not grow"
+        if not len(ids):
+            return
+        if self._text:
+            self._text += b","
+        digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
+        self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
+        self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
+        self._ids += ids
+        self._count = len(self._ids)
 
     def prefix(self, count: int) -> IdText:
         """The first `count` ids."""
@@ -188,10 +207,14 @@ class IdText(Sequence[int]):
         out._ids, out._text, out._ends, out._count = self._ids, self._text, self._ends, count
         return out
 
+    def shares(self, other: object) -> bool:
+        """Whether both are prefixes of one whole, so that the shorter one begins the longer one."""
+        return isinstance(other, IdText) and other._ids is self._ids
+
     @property
     def json(self) -> bytes:
         """The list as JSON."""
-        return b"[%b]" % memoryview(self._text)[: int(self._ends[self._count - 1]) if self._count else 0]
+        return b"".join((b"[", memoryview(self._text)[: self._ends[self._count - 1] if self._count else 0], b"]"))
 
     def __len__(self) -> int:
         return self._count
@@ -202,16 +225,26 @@ class IdText(Sequence[int]):
     def __getitem__(self, at: slice) -> tuple[int, ...]: ...
     def __getitem__(self, at: int | slice) -> Any:
         if isinstance(at, slice):
-            return tuple(self._ids[i] for i in range(*at.indices(self._count)))
+            start, stop, step = at.indices(self._count)
+            return tuple(self._ids[start : max(stop, 0) : step]) if step > 0 else tuple(self)[at]
         if not -self._count <= at < self._count:
             raise IndexError(at)
         return self._ids[at % self._count]
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self._ids, self._count)
+
+    def __add__(self, other: Sequence[int]) -> tuple[int, ...]:
+        return (*self, *other)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 _TENS = 10 ** np.arange(1, 18, dtype=np.int64)

@@ -200,13 +200,21 @@ class Sample(SimpleNamespace):
     Status = Status
 
 
+_LOOP = asyncio.new_event_loop()
+
+
+def run(work: Any) -> Any:
+    """The result of a coroutine. `asyncio.run` would, at its end, write its result out as text (Python 3.11: `getsignal`)."""
+    return _LOOP.run_until_complete(work)
+
+
 def written(options: WriterOptions, engine: Timed, prompt: Prompt, index: int) -> TandemSample:
     """A fused response, as `drive` asks for it."""
     with CLOCK.part("writer: rest"):
         writer = TandemWriter(SampleKey(0, 0, index), 0, prompt, list(range(100, 100 + PROMPT)), options)
         while not writer.done:
             _, request = writer.next_request()
-            (result,) = asyncio.run(engine.generate([request]))
+            (result,) = run(engine.generate([request]))
             with CLOCK.part("writer: accept"):
                 writer.accept(result)
         with CLOCK.part("writer: sample"):
@@ -279,21 +287,19 @@ def main() -> None:
         sample = written(options, senior, prompt, 0)
         record(sample, prompt)
         with CLOCK.part("plain score: plan, align"):
-            (plain,) = asyncio.run(TeacherPanel([scorer]).score([sample]))
+            (plain,) = run(TeacherPanel([scorer]).score([sample]))
         scored = ScoredSample(sample, 1.0, plain)  # type: ignore[arg-type]
         with CLOCK.part("rows"):
             build_rows([scored], config)
         if not args.quick:
             with CLOCK.part("exact values: windows, rest"):
-                (full,) = asyncio.run(TeacherPanel([scorer], Scoring(lists=K)).score([sample], senior))  # type: ignore[arg-type]
+                (full,) = run(TeacherPanel([scorer], Scoring(lists=K)).score([sample], senior))  # type: ignore[arg-type]
             assert full.lists is not None, full  # type: ignore[union-attr]
             held.append(full)
         for name, seconds in CLOCK.spent.items():
             if repeat and not name.startswith("("):
                 best[name] = min(best.get(name, 1e9), seconds)
-        held += [
-            asyncio.run(panel.student_candidates(senior, [sample], K)) for _ in range(args.held if not repeat else 0)
-        ]
+        held += [run(panel.student_candidates(senior, [sample], K)) for _ in range(args.held if not repeat else 0)]
     pauses = [timed_collection() for _ in range(3)]
     print(f"| part | CPU s per million response tokens, {args.tokens} each |\n|---|---|")
     groups: dict[str, float] = defaultdict(float)

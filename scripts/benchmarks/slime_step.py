@@ -10,7 +10,8 @@ medians of the steps behind `--warmup`, the JSON every step. Memory is sampled p
 rollout manager by its process.
 
 plain: slime's own GRPO. tandem_*: with a junior, on a server of its own or fused. opd: a teacher's sampled-token signal.
-*_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates.
+*_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates;
+*_deep: bounds out of lists of 64. Rows are kept in OUT: a later call adds runs, `--max-tokens` and `--out` of another length.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ SLIME = REPO / "scripts" / "slime"
 SELECTS = ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=8"]
 SAMPLED = ["opd.selection.selector=pure_opd", "opd.selection.ratio=1.0", "opd.selection.top_k=16"]
 REST = [*SELECTS, "opd.selection.missing_mass=rest"]
+DEEP = [*SELECTS, "opd.selection.depth=64"]
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "plain": (["--plain"], []),
     "hooks": (["--no-junior", "--no-teacher"], []),
     "opd": (["--no-junior"], SAMPLED),
     "opd_rest": (["--no-junior"], REST),
+    "opd_deep": (["--no-junior"], DEEP),
     "opd_selection": (["--no-junior"], SELECTS),
     "tandem_two": (["--no-teacher"], []),
     "tandem_fused": (["--fused", "--no-teacher"], []),
     "fused_opd": (["--fused"], SAMPLED),
     "fused_opd_rest": (["--fused"], REST),
+    "fused_opd_deep": (["--fused"], DEEP),
     "fused_opd_selection": (["--fused"], SELECTS),
+    "two_opd_selection": ([], SELECTS),
 }
 """Flags of real_run.py and settings, by the name of a run."""
 PHASES = {
@@ -52,11 +57,15 @@ PHASES = {
     "weights s": "perf/update_weights_time",
     "step s": "perf/step_time",
     "tok/s/GPU": "perf/tokens_per_gpu_per_sec",
+    "loop CPU s": "rollout/loop_cpu_s",
+    "loop busy s": "rollout/loop_busy_s",
+    "loop blocked s": "rollout/loop_blocked_s",
+    "bounded mass": "opd/bounded_mass",
 }
 
 
 class Sampler:
-    """Peak memory of each process on the GPU in MiB, and CPU seconds of the rollout manager, read every second."""
+    """Peak memory of each process on the GPU in MiB, and CPU seconds of the rollout manager's process, read every second."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -155,7 +164,8 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
     }  # fmt: skip
     tokens = a.prompts_per_step * a.group * a.max_tokens
     row["rollout tok/s"] = tokens / row["rollout s"] if row["rollout s"] else None
-    row["manager CPU s per 1e6 tokens"] = sampler.manager_cpu / max(len(steps), 1) / tokens * 1e6
+    # Of the loop's own thread, by the hooks' heartbeat; plain slime has no hook that says it.
+    row["manager CPU s per 1e6 tokens"] = row["loop CPU s"] / tokens * 1e6 if row["loop CPU s"] else None
     if code != 0 and log.exists():
         bad = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or "OutOfMemory" in x]
         print("\n".join(line[:300] for line in bad[-12:]), flush=True)

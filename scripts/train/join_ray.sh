@@ -4,6 +4,7 @@
 #   GPUS_PER_NODE           GPUs to offer (default: 8)
 #   SLIME_PYTHON            the Python that has Ray (default: python3)
 #   DRY_RUN=1               prints the command
+# Arguments are more flags of `ray start`, e.g. --num-cpus 16.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 if [[ -z "${MASTER_ADDR:-}" || "$MASTER_ADDR" == 127.* ]]; then
@@ -14,4 +15,4 @@ RAY_PORT="${RAY_PORT:-6379}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 need_port RAY_PORT 6379
 need_number GPUS_PER_NODE 8
 run "${SLIME_PYTHON:-python3}" -m ray.scripts.scripts start --block --disable-usage-stats \
-  --address "$MASTER_ADDR:$RAY_PORT" --num-gpus "$GPUS_PER_NODE"
+  --address "$MASTER_ADDR:$RAY_PORT" --num-gpus "$GPUS_PER_NODE" "$@"

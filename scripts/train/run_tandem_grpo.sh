@@ -8,11 +8,13 @@
 #   STUDENT_TORCH_DIST   SENIOR_MODEL as torch_dist (slime-tandem convert); default: slime reads the Hugging Face folder
 #   PROMPT_DATA          JSONL with messages or prompt, and label    (default: ../data/train.jsonl)
 #   NUM_ROLLOUT          rollouts                                    (default: the configuration's)
+#   SIZE                 1, 2, 4 or 8: settings for so many GPUs of one machine; then GPUS_PER_NODE is that (default: none)
 #   NAME                 folder of the run under OUTPUT_ROOT         (default: tandem-grpo)
 #   CONFIG               further settings                            (default: configs/slime_tandem_grpo.yaml)
 # Arguments are settings, e.g. engine.mode=fused cluster.tensor_parallel=2; after -- flags of slime, e.g. -- --use-tensorboard.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+if [[ -n "${SIZE:-}" ]]; then GPUS_PER_NODE="$SIZE"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/slime_lib.sh"
 # Names of the published scripts that this one does not read, and what does their work: dropped, they would change the job unsaid.
 for pair in POLICY_MODEL=SENIOR_MODEL BASE_MODEL=SENIOR_MODEL TRAIN_FILES=PROMPT_DATA TOTAL_STEPS=NUM_ROLLOUT EXP_NAME=NAME CKPT_ROOT=OUTPUT_ROOT \
@@ -66,7 +68,7 @@ while [[ $# -gt 0 ]]; do
   shift
 done
 launch="$OUTPUT_ROOT/$NAME/slime_launch"
-plan "$launch" --check "$CONFIG" --set "${settings[@]}" "${extra[@]}"
+plan "$launch" --check "$CONFIG" ${SIZE:+--size "$SIZE"} --set "${settings[@]}" "${extra[@]}"
 check "$launch"
 start_ray
 submit "$launch"

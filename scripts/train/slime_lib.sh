@@ -184,6 +184,7 @@ submit() {
   local -a SLIME_FLAGS SERVER_URLS submission
   # shellcheck source=/dev/null
   source "$folder/launch.sh"
+  if declare -F side_servers > /dev/null; then side_servers; fi
   for url in "${SERVER_URLS[@]}"; do
     if [[ "${DRY_RUN:-0}" == 1 ]]; then echo "wait for $url/health"; else wait_for "$url" "$url/health"; fi
   done
@@ -204,7 +205,8 @@ submit() {
 runtime_env() {
   "$SLIME_PYTHON" -c '
 import json, os
-names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE")
 names += tuple(os.environ.get("JOB_ENV", "").split())
 env = {n: os.environ[n] for n in names if n in os.environ}
 print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))'

@@ -20,7 +20,6 @@ def add(commands: flags.Commands) -> None:
         metavar="SECTION",
         nargs="?",
         const="",
-        default=argparse.SUPPRESS,
         help="print every setting of a section, or of all, with its default and what it does",
     )
     flags.add_set(parser, "overrides")
@@ -30,6 +29,12 @@ def add(commands: flags.Commands) -> None:
         help="print instead what slime's train.py must be given, with a memory estimate; the files it names go into FOLDER",
     )
     parser.add_argument(
+        "--size",
+        type=int,
+        metavar="CARDS",
+        help="with --slime: settings for so many GPUs of one machine (1, 2, 4 or 8)",
+    )
+    parser.add_argument(
         "slime_flags", nargs="*", metavar="-- SLIME_FLAGS", help="with --slime: further flags of slime, checked"
     )
     parser.set_defaults(action=run)
@@ -37,10 +42,17 @@ def add(commands: flags.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree; with --list what there is to set; with --slime write the launch's files and print its shell text."""
-    if "list" in args:
+    if args.list is not None:
         print(flags.settings_text(args.list))
         return 0
-    config = RunConfig.load(args.check, args.overrides)
+    sized: list[str] = []
+    if args.size is not None:
+        from slime_tandem.slime_launch.cards import settings_of
+
+        if args.slime is None:
+            raise ConfigError("--size", args.size, "a size with --slime FOLDER only", "add --slime")
+        sized = settings_of(args.size)
+    config = RunConfig.load(args.check, [*sized, *args.overrides])
     if args.slime is None:
         if args.slime_flags:
             raise ConfigError("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")

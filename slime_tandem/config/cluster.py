@@ -54,10 +54,23 @@ class ClusterConfig(Section):
         description="slime: its policy_loss and advantages with their flags, without a teacher (docs/slime.md, recipe 1); own: "
         "this package's, with everything in `objective`",
     )
-    reward: str | None = Field(None, description="slime's --rm-type; null: this package scores the task")
+    reward: str | None = Field(
+        None,
+        description="slime's --rm-type, or a function of slime's signature as module.function (its --custom-rm-path); null: "
+        "this package scores the task",
+    )
     layer_spec: Literal["transformer_engine", "own"] = Field(
         "transformer_engine", description="own: layers without Transformer Engine, for machines that lack it"
     )
+    side_servers: bool = Field(
+        False,
+        description="for one or two GPUs: the launch scripts serve junior and teachers beside the job, on its last GPU, which "
+        "they share with trainer and senior; false: slime serves them, on GPUs of their own",
+    )
+    side_fraction: float = Field(
+        0.12, gt=0.0, lt=1.0, description="share of that GPU for weights and KV cache of each side server"
+    )
+    side_port: int = Field(30100, ge=1024, le=65000, description="port of the first side server; the next ones follow")
     slime_flags: tuple[str, ...] = Field(
         (), description="further flags of slime, a word each, checked like those after --"
     )

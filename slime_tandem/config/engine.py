@@ -77,6 +77,13 @@ class EngineConfig(Section):
         False,
         description="keep contexts on the servers and send new tokens only: traffic grows linearly with the response",
     )
+    client_processes: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        description="slime: processes beside its rollout manager that write and score responses; 0: its event loop does it; "
+        "null: as many as the rollout GPUs need (docs/results/manager-cost.md)",
+    )
     tokens_per_request: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
         description="most tokens asked for in one co-writing request; null: whole chains of runs; auto: 6 for up to 128 "

@@ -106,6 +106,14 @@ class SelectionConfig(Section):
         description="what a list lacks: exact asks for it (one more request per 32 positions and side), rest sums it up, fill "
         "is the reference's 1e-12",
     )
+    depth: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="missing_mass exact: 0 asks for what a list lacks; more: lists of so many entries are asked for in one "
+        "pass, of which top_k count, and what the other side's does not hold counts as the most that it can be "
+        "(opd/bounded_mass); requests then grow with the responses alone",
+    )
     compatibility: Compatibility = Field("mass", description="what C is")
     prefix_alpha: float = Field(
         0.9, ge=0.0, lt=1.0, description="compatibility prefix: weight of the past in its running mean"
@@ -162,6 +170,7 @@ class SelectionConfig(Section):
             "selector",
             "choose split_budget_ca",
         ),
+        Ignored("depth", lambda s: not s.asks_cross, "missing_mass", "set missing_mass=exact, or leave depth out"),
         Ignored("prefix_alpha", lambda s: s.compatibility != "prefix", "compatibility", "choose prefix"),
     )  # fmt: skip
 
@@ -173,6 +182,11 @@ class SelectionConfig(Section):
         'dlearn_high'
         """
         return SELECTOR_ALIASES.get(self.selector, self.selector)
+
+    @property
+    def asks_ids(self) -> bool:
+        """Whether servers are asked for the values of given ids."""
+        return self.asks_cross and self.depth == 0
 
     @property
     def asks_cross(self) -> bool:

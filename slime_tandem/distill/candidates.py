@@ -372,6 +372,59 @@ def gather_lists(
     `teacher` [Rt], `student` [R]: top lists by each one's own ids. `exact`: values beyond the lists, of both, as
     `missing_on` asks for them; None: no cross-scores.
     """
+    own = _own_lists(aligned, same, k, teacher, student)
+    values = [own.student_values, own.teacher_values]
+    if exact is not None:
+        values += [
+            _values(own.counterpart, own.student_ids, own.partner, teacher, exact[0]),
+            _values(own.teacher_ids, own.teacher_ids, own.at, student, exact[1]),
+        ]
+    return own.joined(values, len(aligned.teacher_index), k)
+
+
+def gather_deep(
+    aligned: Alignment, same: SameTokens, k: int, teacher: CandidateLists, student: CandidateLists
+) -> tuple[TopLists, FloatArray]:
+    """(lists [R, K] with cross-scores, bound [R]), out of one pass over longer lists `teacher` [Rt] and `student` [R].
+
+    A side's value of an entry of the other's is its own list's. An entry that it does not hold has at most the probability of
+    its last entry, and at most what all of its entries leave: the lesser of the two stands for it. The bound is the sum of
+    such stand-ins at a position, of the side where it is larger: so much too large a mass may be, and never too small.
+    """
+    own = _own_lists(aligned, same, k, teacher, student)
+    on_student, s_bound = _deep_values(own.counterpart, own.student_ids, own.partner, teacher)
+    on_teacher, t_bound = _deep_values(own.teacher_ids, own.teacher_ids, own.at, student)
+    R = len(aligned.teacher_index)
+    bound = np.zeros(R)
+    bound[own.at] = np.maximum(s_bound, t_bound)
+    return own.joined([own.student_values, own.teacher_values, on_student, on_teacher], R, k), bound
+
+
+@dataclass(frozen=True)
+class _OwnLists:
+    """Both sides' best K at the n paired positions `at`, the teacher's at `partner`: ids [n, k] in the student's vocabulary
+    (-1: no counterpart), their values, and of the student's the `counterpart` in the teacher's."""
+
+    at: IntArray
+    partner: IntArray
+    student_ids: IntArray
+    student_values: FloatArray
+    counterpart: IntArray
+    teacher_ids: IntArray
+    teacher_values: FloatArray
+
+    def joined(self, values: Sequence[FloatArray], R: int, k: int) -> TopLists:
+        """[R, K] out of what stands at the paired positions."""
+        ids = np.full((2, R, k), -1, dtype=np.int64)
+        ids[:, self.at] = self.student_ids, self.teacher_ids
+        log_probs = np.zeros((len(values), R, k))
+        log_probs[:, self.at] = values
+        return TopLists(ids[0], log_probs[0], ids[1], log_probs[1], *log_probs[2:])
+
+
+def _own_lists(
+    aligned: Alignment, same: SameTokens, k: int, teacher: CandidateLists, student: CandidateLists
+) -> _OwnLists:
     at = np.flatnonzero(aligned.teacher_index >= 0)
     partner = aligned.teacher_index[at]
     s_ids, s_values = _columns(_taken(student, at), k)
@@ -379,19 +432,24 @@ def gather_lists(
     counterpart = same.of(same.teacher_of, s_ids)
     # Several ends of turn share one counterpart: one counts.
     s_ids = np.where(same.of(same.student_of, counterpart) == s_ids, s_ids, -1)
-    t_ids = same.of(same.student_of, t_own)
-    values = [s_values, t_values]
-    if exact is not None:
-        values += [
-            _values(counterpart, s_ids, partner, teacher, exact[0]),
-            _values(t_ids, t_ids, at, student, exact[1]),
-        ]
-    R = len(aligned.teacher_index)
-    ids = np.full((2, R, k), -1, dtype=np.int64)
-    ids[:, at] = s_ids, t_ids
-    log_probs = np.zeros((len(values), R, k))
-    log_probs[:, at] = values
-    return TopLists(ids[0], log_probs[0], ids[1], log_probs[1], *log_probs[2:])
+    return _OwnLists(at, partner, s_ids, s_values, counterpart, same.of(same.student_of, t_own), t_values)
+
+
+def _deep_values(ids: IntArray, used: IntArray, rows: IntArray, known: CandidateLists) -> tuple[FloatArray, FloatArray]:
+    """(log-probs [n, k] of `ids` where `used` is an id, the sum [n] of those that are bounds)."""
+    taken = _taken(known, rows)
+    probabilities = np.exp(taken.values)
+    sums = np.bincount(taken.rows, probabilities, minlength=len(rows))
+    last = np.minimum.reduceat(probabilities, taken.starts[:-1]) if len(rows) else sums
+    most = np.maximum(np.minimum(last, 1.0 - sums), _LEAST)
+    listed = known.find(np.broadcast_to(rows[:, None], ids.shape), ids)
+    beyond = (used >= 0) & (listed < 0)
+    values = np.where(listed >= 0, _at(known.values, listed), np.log(most)[:, None])
+    return np.where(used >= 0, values, 0.0), np.where(beyond, most[:, None], 0.0).sum(1)
+
+
+_LEAST = 1e-30
+"""A probability, where rounding leaves none for what a list does not hold."""
 
 
 def _columns(known: CandidateLists, k: int) -> tuple[IntArray, FloatArray]:

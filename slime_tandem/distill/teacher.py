@@ -13,9 +13,10 @@ import asyncio
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from slime_tandem.distill.candidates import (
     ask_each,
     exact_log_probs,
     gather_candidates,
+    gather_deep,
     gather_lists,
     missing_on,
     require_whole,
@@ -44,11 +46,13 @@ from slime_tandem.errors import (
 from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import Frame, Markup, Turns
-from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, TandemSample
+from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, Prompt, SampleKey, TandemSample
 
 StudentTop = CandidateLists | Sequence[Mapping[int, float]]
 """A student's top-K at each response position [R], nats: as arrays, or as {id: log-prob}."""
 _NONE = CandidateLists.of(())
+_READING = ThreadPoolExecutor(1, "teacher-reads")
+"""One thread for all teachers: a tokenizer is used by one at a time."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Scoring:
     """What is asked of teachers.
 
     `policy`: values for tokens without a one-to-one partner. `top_k`: candidates per position (0: none), from the lists of
-    `support`. `lists`: length of both sides' lists, by which tokens are selected (0: none); `cross`: with each side's exact
-    values of the other's entries.
+    `support`. `lists`: length of both sides' lists, by which tokens are selected (0: none); `cross`: with each side's
+    values of the other's entries: exact ones, or with `depth` those of lists of so many entries, and bounds beyond them.
     """
 
     policy: AlignmentPolicy = "strict"
@@ -65,16 +69,26 @@ class Scoring:
     support: Support = "teacher"
     lists: int = 0
     cross: bool = True
+    depth: int = 0
 
     @property
     def of_student(self) -> int:
         """Length of the student's lists, 0 where it need not be asked."""
-        return max(self.lists, 0 if self.support == "teacher" else self.top_k)
+        return max(self._asked, 0 if self.support == "teacher" else self.top_k)
 
     @property
     def widest(self) -> int:
         """Length of the teacher's lists that serves both purposes."""
-        return max(self.lists, self.top_k)
+        return max(self._asked, self.top_k)
+
+    @property
+    def deep(self) -> bool:
+        """Whether cross-scores come from longer lists, and are bounds beyond them."""
+        return bool(self.lists and self.cross and self.depth)
+
+    @property
+    def _asked(self) -> int:
+        return max(self.lists, self.depth) if self.deep else self.lists
 
 
 class ChatTemplate(Protocol):
@@ -188,16 +202,8 @@ class Teacher:
         if scoring.of_student and student_top is None:
             expected = f"lists for support {scoring.support!r} or a selection"
             raise DataError("student_top", None, expected, "ask the student")
-        plans: dict[int, _Plan] = {}
-        out: dict[int, AlignedScores | TeacherScoreError] = {}
-        for i, sample in enumerate(samples):
-            try:
-                plans[i] = self._plan(sample, scoring)
-            except TeacherScoreError as error:
-                out[i] = error
-                continue
-            if (too_long := self._too_long(plans[i].request)) is not None:
-                out[i] = too_long
+        # Tokenizers release the interpreter's lock: meanwhile the loop follows other responses.
+        plans, out = await asyncio.get_running_loop().run_in_executor(_READING, self._plans, samples, scoring)
         sent = [i for i in plans if i not in out]
         gate = asyncio.Semaphore(self.concurrency)
 
@@ -220,6 +226,21 @@ class Teacher:
         for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
             out[i] = scores
         return [out[i] for i in range(len(samples))]
+
+    def _plans(
+        self, samples: Sequence[TandemSample], scoring: Scoring
+    ) -> tuple[dict[int, _Plan], dict[int, AlignedScores | TeacherScoreError]]:
+        plans: dict[int, _Plan] = {}
+        out: dict[int, AlignedScores | TeacherScoreError] = {}
+        for i, sample in enumerate(samples):
+            try:
+                plans[i] = self._plan(sample, scoring)
+            except TeacherScoreError as error:
+                out[i] = error
+                continue
+            if (too_long := self._too_long(plans[i].request)) is not None:
+                out[i] = too_long
+        return plans, out
 
     def _read(
         self,
@@ -250,12 +271,12 @@ class Teacher:
             CandidateLists.of([None] * len(v.known)) for v in views
         ]
         of_student: Sequence[CandidateLists | TeacherScoreError] = [_NONE for v in views]
-        if scoring.support != "teacher" or cross:
+        if (scoring.top_k and scoring.support != "teacher") or (cross and not scoring.deep):
             queries = [v.of_teacher(self.same_tokens) for v in views]
             of_teacher = await exact_log_probs(
                 self.engine, queries, role=self.name, max_batch=self.max_batch, temperature=self.temperature
             )
-        if cross:
+        if cross and not scoring.deep:
             assert senior is not None, "cross-scores are the senior's, too"
             queries = [v.of_student(self.same_tokens) for v in views]
             of_student = await exact_log_probs(senior, queries, role="senior", max_batch=self.max_batch)
@@ -264,7 +285,7 @@ class Teacher:
             if isinstance(exact_t, TeacherScoreError) or isinstance(exact_s, TeacherScoreError):
                 out.append(exact_t if isinstance(exact_t, TeacherScoreError) else exact_s)  # type: ignore[arg-type]
                 continue
-            candidates, lists = None, None
+            candidates, lists, bounded = None, None, None
             if scoring.top_k:
                 known = view.known.merged(exact_t)
                 student = view.student if scoring.support != "teacher" else None
@@ -273,8 +294,13 @@ class Teacher:
                 )
             if scoring.lists:
                 exact = (exact_t, exact_s) if cross else None
-                lists = gather_lists(view.aligned, self.same_tokens, scoring.lists, view.known, view.student, exact)
-            out.append(replace(view.scores, candidates=candidates, lists=lists))
+                if scoring.deep:
+                    lists, bounded = gather_deep(
+                        view.aligned, self.same_tokens, scoring.lists, view.known, view.student
+                    )
+                else:
+                    lists = gather_lists(view.aligned, self.same_tokens, scoring.lists, view.known, view.student, exact)
+            out.append(replace(view.scores, candidates=candidates, lists=lists, bounded=bounded))
         return out
 
     def _too_long(self, request: GenerateRequest) -> TeacherScoreError | None:
@@ -359,6 +385,11 @@ class Teacher:
         if (sample.prompt.tools and not turns.tools) or (calls and not turns.tool_calls):
             missing = "tools" if sample.prompt.tools and not turns.tools else "tool_calls"
             raise UnreadToolsError(where, missing, "a template that shows them", "take a teacher whose template does")
+        if turns.tool_after_call and any(part and part[0].role == "tool" for part in sample.inserted_messages):
+            expected = (
+                "a call of that tool before it, which this teacher's template demands and the sampled turn is not"
+            )
+            raise UnreadToolsError(where, "a tool's message behind plain text", expected, "take another teacher")
 
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
         prompt, text = self.conversation(sample)
@@ -410,6 +441,16 @@ class _View:
         wanted = missing_on(self.student, self.known, same.student_of, at, partner)
         rid = self.plan.request.rid.replace("score", "top", 1)
         return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted, self.sample.key.name)
+
+
+def read_turn(
+    student: ChatTemplate, teacher: ChatTemplate, ids: Sequence[int], thinking: Thinking = "keep"
+) -> tuple[Aligner, TeacherText]:
+    """A response to some question [R], as a teacher reads it behind its own prompt: what `Teacher.score` would send."""
+    one = Teacher.by_template(cast("Engine", None), student, teacher, thinking)  # nothing is asked
+    n, prompt = len(ids), Prompt("turn", (Message("user", "x"),), None, "turn")
+    sample = TandemSample(SampleKey(0, 0, 0), 0, prompt, (), tuple(ids), (1,) * n, (0.0,) * n, "stop", "", ())
+    return one.aligner, one.conversation(sample)[1]
 
 
 def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:

@@ -19,6 +19,7 @@ import math
 import operator
 import random
 import secrets
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -446,18 +447,19 @@ class EngineClient:
                 "a fused engine",
                 "start it with `slime-tandem serve --fused`, or set engine.mode=two_servers",
             )
-        if any(e[0] == handoff_wire.REFUSED for e in entries):
+        reported = list(map(_FIRST, entries))
+        if handoff_wire.REFUSED in reported:
             raise EngineRejectedError(
                 f"{self.role} engine {self.base_url} {where}",
                 f"a rule that the engine does not know (boundary table {request.handoff.table or 'none'})",
                 "an engine that was started with this boundary table, by this version",
                 "start it again with the tandem settings of this run; its log names the reason",
             )
-        if len(entries) != count or any(e[0] not in (0, 1) for e in entries):
+        if len(entries) != count or reported.count(0) + reported.count(1) != count:
             raise self._bad(
                 f"{where} {handoff_wire.REPORT}", f"{len(entries)} entries", f"an author for each of {count} ids"
             )
-        authors = tuple(int(e[0]) for e in entries)
+        authors = tuple(map(int, reported))
         if not request.return_logprob:
             return authors, (), ()
         name = f"{where} {handoff_wire.REPORT}"
@@ -537,17 +539,26 @@ class EngineClient:
                 raise self._bad(f"{where}[{i}]", row, "a list of [log-prob, id, text]")
         flat = list(itertools.chain.from_iterable(rows))
         starts = np.concatenate(([0], np.cumsum(list(map(len, rows)), dtype=np.int64)))
+        n = len(flat)
         try:
-            values, ids = list(map(_FIRST, flat)), list(map(_SECOND, flat))
-            if set(map(type, ids)) - {int}:
-                ids = [int(i) for i in ids]
-            found = np.array(ids, dtype=np.int64)
+            # `struct` takes numbers alone, in a third of the time that numpy does.
+            values = np.frombuffer(struct.pack(f"{n}d", *map(_FIRST, flat)), dtype=np.float64)
+            ids = np.frombuffer(struct.pack(f"{n}q", *map(_SECOND, flat)), dtype=np.int64)
+            # Of numbers that are whole some may have been true or false.
+            usable = bool(np.isfinite(values).all())
+            usable = usable and all(type(flat[i][0]) is float for i in np.flatnonzero(values == np.rint(values)))
+        except (struct.error, OverflowError, TypeError, LookupError):
+            usable = False
+        if usable:
+            return CandidateLists(ids, starts, values)
+        try:
+            ids = np.array([int(e[1]) for e in flat], dtype=np.int64)
+            raw = list(map(_FIRST, flat))
         except (TypeError, ValueError, LookupError, OverflowError):
             raise self._bad(where, str(flat)[:120], "lists of [log-prob, id, text]") from None
-        if not _are_finite(values):
-            places = np.repeat(np.arange(len(rows)), np.diff(starts)).tolist()
-            values = [self._finite(f"{where}[{i}]", value) for i, value in zip(places, values, strict=True)]
-        return CandidateLists(found, starts, np.array(values, dtype=np.float64))
+        places = np.repeat(np.arange(len(rows)), np.diff(starts)).tolist()
+        each = [self._finite(f"{where}[{i}]", value) for i, value in zip(places, raw, strict=True)]
+        return CandidateLists(ids, starts, np.array(each, dtype=np.float64))
 
     def _finites(self, where: str, values: Sequence[Any], first: int = 0, what: str = "") -> tuple[float, ...]:
         """`_finite` of all; the place of one in a message counts from `first`."""

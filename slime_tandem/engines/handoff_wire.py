@@ -84,6 +84,8 @@ def senior_log_probs(entries: Sequence[Sequence[Any]]) -> list[Any]:
     [-2.0, None]
     """
     values = [entry[2] for entry in entries]
+    if max(map(len, entries), default=0) <= 3:  # none came late, as from an engine without catch-up
+        return values
     for i, entry in enumerate(entries):
         late = entry[3] if len(entry) > 3 else ()
         if len(late) > i:

@@ -17,7 +17,7 @@ from typing import Self
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.errors import EngineError, EngineRejectedError, EngineUnavailableError
-from slime_tandem.protocol import GenerateRequest, GenerateResult
+from slime_tandem.protocol import GenerateRequest, GenerateResult, IdText
 
 _REOPENED = 2
 """Times that a refused request is tried again in a new session."""
@@ -27,7 +27,20 @@ _REOPENED = 2
 class _Session:
     id: str
     turn: str | None = None
-    context: tuple[int, ...] = ()
+    given: Sequence[int] = ()
+    written: tuple[int, ...] = ()
+
+    def kept(self, wanted: Sequence[int]) -> int:
+        """How many ids of `wanted` the server has as its beginning; at least one is left to send.
+
+        A context that grew out of the last one is not looked through again: what it was given is its beginning.
+        """
+        if isinstance(wanted, IdText) and wanted.shares(self.given) and len(self.given) <= len(wanted):
+            first = len(self.given)
+            new = wanted[first : first + len(self.written)]
+            same = next((i for i, (a, b) in enumerate(zip(self.written, new, strict=False)) if a != b), len(new))
+            return min(first + same, len(wanted) - 1)
+        return _common_prefix((*self.given, *self.written), tuple(wanted))
 
 
 class SessionEngine:
@@ -86,7 +99,7 @@ class SessionEngine:
         session = self._sessions.get(name)
         if session is None:
             session = self._sessions[name] = _Session(await self._client.open_session())
-        keep = _common_prefix(session.context, request.input_ids)
+        keep = session.kept(request.input_ids)
         params: dict[str, object] = {"id": session.id}
         if session.turn is not None and keep:
             params |= {"rid": session.turn, "offset": keep}
@@ -103,7 +116,7 @@ class SessionEngine:
             )
         # An aborted turn may not be stored: the next request then goes on from the turn before it.
         if result.finish_reason != "abort":
-            session.turn, session.context = result.served_rid, request.input_ids + result.output_ids
+            session.turn, session.given, session.written = result.served_rid, request.input_ids, result.output_ids
         return result
 
 

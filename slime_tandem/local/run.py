@@ -53,7 +53,7 @@ from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.team.token_bank import TokenBank
-from slime_tandem.training.metrics import rollout_metrics
+from slime_tandem.training.metrics import part_means, rewards_by_task, rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
@@ -124,7 +124,9 @@ def train(
         with RunProgress() as own:
             return train(config, resume=resume, overwrite=overwrite, progress=own)
     run_dir = config.run_dir
-    if unread := [f"{name}={value!r}" for name, value in set_in(config.cluster, "cluster")]:
+    slimes = [*set_in(config.cluster, "cluster")]
+    slimes += [item for item in set_in(config.engine, "engine") if item[0] == "engine.client_processes"]
+    if unread := [f"{name}={value!r}" for name, value in slimes]:
         progress.warn(f"read under slime alone, a local run takes no notice: {', '.join(unread)}")
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -396,8 +398,8 @@ def _take_steps(
                 row["engine/retries"] = float(team.servers.retries - retries)
                 row["time/step_s"] = time.perf_counter() - t0
                 writer.write_step(step, row)
-                rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                writer.write_rewards(step, reward_histograms(*rewards))
+                writer.write_rewards(step, reward_histograms(*rewards_by_task(scored)))
+                writer.write_parts(step, "train", part_means(scored))
                 shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
                 writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
                 progress.step(row)
@@ -449,7 +451,8 @@ def _learn(
     t1 = time.perf_counter()
     progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
+    eos_ids, bank = team.roster.student.tokens.eos_ids, TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank, eos_ids=eos_ids)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(
@@ -464,7 +467,7 @@ def _learn(
     progress.part("giving its server the new weights")
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
+        **rollout_metrics(scored, eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,
@@ -504,6 +507,7 @@ def _evaluate(
     progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
     found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, told=progress.part)
     writer.write_eval(step, phase, found.metrics, found.right)
+    writer.write_parts(step, "eval", part_means(found.samples))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 
 

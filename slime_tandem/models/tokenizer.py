@@ -39,7 +39,8 @@ def _check_bounded(folder: Path, hf: Any) -> None:
 class ModelTokenizer:
     """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
 
-    `template_kwargs`: variables of the chat template, where `chat` is told no others. Load with `load`. Ids are the model's own; nothing here ever re-tokenises a sampled response.
+    `template_kwargs`: variables of the chat template, where `chat` is told no others. Load with `load`. Ids are the model's
+    own; nothing here ever re-tokenises a sampled response.
     """
 
     folder: Path

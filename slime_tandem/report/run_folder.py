@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
-from slime_tandem.report.metrics import Row, check_row
+from slime_tandem.report.metrics import Row, check_row, part_metric
 from slime_tandem.report.trackers import Trackers
 from slime_tandem.types import ScoredSample
 
@@ -71,9 +71,10 @@ class Transcript:
     prompt: str
     label: str | None
     task: str
-    reward: float
+    reward: float | None
     finish_reason: str
     tokens: tuple[TranscriptToken, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
@@ -91,7 +92,7 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     tokens = tuple(
         TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
-    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens, scored.parts)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -173,13 +174,14 @@ class RunWriter:
     ) -> None:
         self.run_dir, self._trackers = run_dir, trackers
         self._resumed = resume_step is not None
-        self._metrics, self._evals, self._transcripts, self._rewards = (
-            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
+        self._metrics, self._evals, self._transcripts, self._rewards, self._parts = (
+            run_dir / name
+            for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl", "reward_parts.jsonl")
         )
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards, self._parts):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
@@ -189,6 +191,7 @@ class RunWriter:
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
             _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
+            _keep_rows(self._parts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
@@ -228,6 +231,18 @@ class RunWriter:
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         if self._events is not None:
             self._events.histograms(step, histograms)
+
+    def write_parts(self, step: int, phase: Literal["train", "eval"], records: Sequence[Mapping[str, Any]]) -> None:
+        """Append what `training.metrics.part_means` found of a step; those of an evaluation replace the ones of the same step.
+
+        The trackers get the means, as `rollout/reward_parts/<task>/<part>` or `eval/reward_parts/...`.
+        """
+        if phase == "eval":
+            _keep_rows(self._parts, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
+        if records:
+            self._append(self._parts, [{"step": step, "phase": phase, **record} for record in records])
+            room = "rollout" if phase == "train" else "eval"
+            self._report(step, {part_metric(room, r["task"], r["part"]): r["mean"] for r in records})
 
     def write_eval(
         self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
@@ -343,7 +358,7 @@ class _EventFile:
 
 
 def _check_finite(t: Transcript) -> None:
-    values = [("reward", t.reward)]
+    values = [] if t.reward is None else [("reward", t.reward)]
     values += [("log_prob", k.log_prob) for k in t.tokens]
     values += [("teacher_log_prob", k.teacher_log_prob) for k in t.tokens if k.teacher_log_prob is not None]
     for name, value in values:
@@ -358,7 +373,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
         {"text": k.text, "author": k.author, "log_prob": k.log_prob, "teacher_log_prob": k.teacher_log_prob}
         for k in t.tokens
     ]
-    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward}
+    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward, "parts": dict(t.parts)}
     return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from slime_tandem.protocol import IdText
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import SENIOR, AuthorRun, FinishReason, Message, Prompt, SampleKey, TandemSample
 
@@ -69,14 +70,18 @@ class Transcript:
     fallback_starts: list[int] = field(default_factory=list)
     discarded: int = 0
     requests: int = 0
+    _context: IdText | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
-    def context(self) -> tuple[int, ...]:
-        """Prompt and response so far, in the senior's ids."""
-        return self.prompt_ids + tuple(self.ids)
+    def context(self) -> IdText:
+        """Prompt and response so far, in the senior's ids; of a response in many requests only what is new is written out."""
+        if self._context is None:
+            self._context = IdText(self.prompt_ids)
+        self._context.extend(self.ids[len(self._context) - len(self.prompt_ids) :])
+        return self._context.prefix(len(self._context))
 
     def append(self, token: int, author: int, log_prob: float, kept: tuple[int, ...] = ()) -> None:
         """Add a sampled token."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.errors import DataError, EngineError
-from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff, table_fingerprint
+from slime_tandem.protocol import GenerateRequest, GenerateResult, Handoff, IdText, table_fingerprint
 from slime_tandem.rollout.answers import (
     check_log_probs,
     check_not_empty,
@@ -205,11 +205,12 @@ class TandemWriter:
         stop_ids = tuple(sorted(self._eos_ids(author))) + stop_ids
         return self._request(author, context, min(budget, most), stop_ids, pattern)
 
-    def _due(self) -> tuple[int, tuple[int, ...]]:
+    def _due(self) -> tuple[int, tuple[int, ...] | IdText]:
         """Who writes next, and the context in that author's own ids."""
         junior_text = self.options.junior_text
         if self._open.author == JUNIOR and junior_text is not None:
-            context = junior_text.context(self.transcript.ids)
+            t = self.transcript
+            context = junior_text.context(t.ids, t.inserted, t.messages)
             if context is not None:
                 return JUNIOR, context
             self._fall_back("the senior's text", "junior's")
@@ -231,7 +232,7 @@ class TandemWriter:
     def _request(
         self,
         author: int,
-        context: tuple[int, ...],
+        context: tuple[int, ...] | IdText,
         budget: int,
         stop_ids: tuple[int, ...] = (),
         pattern: str | None = None,

@@ -106,6 +106,10 @@ class WorkerPool:
         }
         return [out[i] for i in range(len(requests))]
 
+    async def abort(self, rid: str) -> None:
+        """Abort the running request `rid`, wherever it runs; nothing if none does."""
+        await asyncio.gather(*(client.abort(rid) for client in list(self._clients.values())))
+
     async def model_info(self) -> dict[str, Any]:
         """What one of the workers says of its model."""
         return await next(iter(self._clients.values())).model_info()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.panel import TeacherPanel
@@ -24,6 +25,8 @@ from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
 from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks.client_processes import ClientProcesses, Setup
+from slime_tandem.slime_hooks.heartbeat import Heartbeat
 from slime_tandem.slime_hooks.pool import WorkerPool
 from slime_tandem.slime_hooks.refused import scores_by_id
 from slime_tandem.slime_hooks.settings import settings
@@ -46,7 +49,61 @@ class Interruptible:
         """As the engine's."""
         if self.aborted():
             return [GenerateResult(r.rid, (), (), "abort", "") for r in requests]
-        return await self.engine.generate(requests)
+        if not isinstance(self.aborted, Stop):
+            return await self.engine.generate(requests)
+        async with self.aborted.watching(self.engine, requests):
+            results = await self.engine.generate(requests)
+        if any(r.finish_reason == "abort" for r in results):
+            await self.aborted.wait()
+        return results
+
+
+class Stop:
+    """Whether the rollout is to end, in a process that is told so a little later than slime's engines are.
+
+    A request sent meanwhile would go on to its end: it is aborted by name. An engine's abort that comes before the word does is
+    taken for slime's if the word follows at once.
+    """
+
+    _PATIENCE_S = 0.2
+
+    def __init__(self) -> None:
+        self._set = asyncio.Event()
+        self._watched: dict[str, Engine] = {}
+
+    def __call__(self) -> bool:
+        """Whether it is to end."""
+        return self._set.is_set()
+
+    async def set(self, now: bool) -> None:
+        """What slime wants."""
+        if not now:
+            self._set.clear()
+        elif not self._set.is_set():
+            self._set.set()
+            abort = [engine.abort(rid) for rid, engine in self._watched.items() if isinstance(engine, _Abortable)]
+            await asyncio.gather(*abort, return_exceptions=True)
+
+    async def wait(self) -> None:
+        """Until it is to end, or for as long as the word may take."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._set.wait(), self._PATIENCE_S)
+
+    @contextlib.asynccontextmanager
+    async def watching(self, engine: Engine, requests: Sequence[GenerateRequest]) -> AsyncIterator[None]:
+        """Abort these requests, under way within the block, when the word comes."""
+        inner = engine.engine if isinstance(engine, Sharing) else engine
+        self._watched.update({r.rid: inner for r in requests})
+        try:
+            yield
+        finally:
+            for r in requests:
+                self._watched.pop(r.rid, None)
+
+
+@runtime_checkable
+class _Abortable(Protocol):
+    async def abort(self, rid: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -127,15 +184,15 @@ class Runtime:
         if isinstance(sample.prompt, str) and sample.prompt:
             text = sample.prompt
             if self._chat.text_markers != "allow" and self._chat.count_markers(prompt.messages):
-                messages = [m.as_dict() for m in prompt.messages]
-                if self._chat.template(messages, generation=True, tools=prompt.tools) != text:
+                ids = self._chat.render_again(text, prompt.messages, prompt.tools)
+                if ids is None:
                     raise DataError(
                         f"prompt of sample {sample.index}",
                         text[:200],
                         "its messages by the senior's template, as control tokens stand in them",
                         "let slime render the prompts, or set models.text_markers=allow",
                     )
-                return self._chat.render(prompt.messages, prompt.tools)
+                return ids
             return list(self.roster.student.hf.encode(text, add_special_tokens=False))
         return self._chat.render(prompt.messages, prompt.tools)
 
@@ -191,10 +248,12 @@ def use(runtime: Runtime | None) -> None:
     STATE.manager.installed = runtime
 
 
-async def current(args: Any) -> Runtime:
+async def current(args: Any) -> Runtime | ClientProcesses:
     """The runtime of this event loop; made from slime's arguments when there is none."""
     manager, loop = STATE.manager, asyncio.get_running_loop()
     installed: Runtime | None = manager.installed
+    if loop not in manager.heartbeats:
+        manager.heartbeats[loop] = Heartbeat()
     if installed is not None:
         return installed
     if loop not in manager.running:
@@ -202,8 +261,54 @@ async def current(args: Any) -> Runtime:
     return await asyncio.shield(manager.running[loop])
 
 
-async def connect(args: Any) -> Runtime:
-    """Tokenizers and connections for slime's arguments.
+def take_heartbeats() -> dict[str, float]:
+    """What the event loops' heartbeats say since the last call: the worst of them, the sum of the processor times; {}
+    where none runs (a program that gives its own samples)."""
+    found = [beat.take() for beat in STATE.manager.heartbeats.values()]
+    if not found:
+        return {}
+    worst = {name: max(one[name] for one in found) for name in ("rollout/loop_blocked_s", "rollout/loop_busy_s")}
+    return {**worst, "rollout/loop_cpu_s": sum(one["rollout/loop_cpu_s"] for one in found)}
+
+
+async def connect(args: Any) -> Runtime | ClientProcesses:
+    """A runtime of this process, or of `engine.client_processes` others; raises as `connect_here`."""
+    config = settings(args)
+    count = client_processes(config, getattr(args, "rollout_num_gpus", None))
+    if not count:
+        return await connect_here(args, lambda: _aborted(args))
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    senior = (args.sglang_router_ip, args.sglang_router_port)
+    setup = Setup(config, {name: tuple(at) for name, at in routers.items()}, senior)
+    settle_collector()
+    places = config.opd.concurrency * config.engine.max_batch
+    return ClientProcesses(setup, count, lambda: _aborted(args), places)
+
+
+def client_processes(config: RunConfig, gpus: int | None) -> int:
+    """How many processes write and score beside the rollout manager: what the settings say, else what the GPUs write.
+
+    A loop is planned to be busy half of its time, with the seconds per million tokens of docs/results/manager-cost.md. A scorer
+    or an environment of one's own stays in one process: nobody knows what it holds.
+    """
+    given = config.engine.client_processes
+    if given is not None:
+        return given
+    if any(teacher.scorer is not None for teacher in config.opd.teachers) or any(t.environment for t in config.tasks):
+        return 0
+    lists = config.opd.enabled and (config.opd.signal != "sampled" or config.opd.list_length > 0)
+    pairs = config.tandem.enabled and config.engine.mode == "two_servers"
+    seconds = 60.0 * lists + 150.0 * pairs + 5.0
+    busy = seconds * _TOKENS_PER_GPU * (gpus or 0) / 1e6
+    return 0 if busy <= 0.5 else math.ceil(busy / 0.5)
+
+
+_TOKENS_PER_GPU = 6000
+"""What a rollout GPU writes a second (docs/results/fused.md)."""
+
+
+async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
+    """Tokenizers and connections of this process, for slime's arguments. `aborted`: whether slime wants the rollout to end.
 
     Raises ConfigError for a role without a server, ModelError and TokenizerMismatchError for models that do not go together,
     EngineUnavailableError for a server that does not answer.
@@ -257,7 +362,7 @@ async def connect(args: Any) -> Runtime:
             teachers.append(roster.teacher(role, asked, await engine.model_info()))
         panel = TeacherPanel(teachers, roster.scoring)
     settle_collector()
-    return Runtime(roster, engines, panel, lambda: _aborted(args))
+    return Runtime(roster, engines, panel, aborted)
 
 
 def settle_collector() -> None:

@@ -12,8 +12,10 @@ from slime_tandem.errors import ConfigError
 from slime_tandem.megatron.architecture import Architecture
 from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Group, Layout
 from slime_tandem.slime_launch.memory import (
+    ENGINE_RESERVED,
     GIB,
     RESERVED,
+    SCORED_AT_ONCE,
     EngineMemory,
     TrainerMemory,
     engine_memory,
@@ -105,7 +107,7 @@ def _check_heads(models: list[Served], group: Group) -> None:
 
 
 def _trainer_line(t: TrainerMemory, c: ClusterConfig) -> str:
-    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", *(("step",) if t.step else ()))
     shown = ", ".join(f"{name} {getattr(t, name) / GIB:.1f}" for name in parts) + f", reserve {RESERVED / GIB:.1f}"
     total = t.total + RESERVED
     if total > int(c.gpu_memory_gib * GIB):
@@ -122,6 +124,12 @@ def _engine_line(e: EngineMemory, group: Group, config: RunConfig) -> str:
         expected = f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
         remedy = "raise its tp or cluster.mem_fraction"
         raise ConfigError(f"KV cache of {group.name}, tokens", e.kv_tokens, expected, remedy)
+    share = group.serving.mem_fraction or c.mem_fraction
+    if e.scoring + ENGINE_RESERVED > (1 - share) * c.gpu_memory_gib * GIB:
+        needs = f"{e.scoring / GIB:.1f} for the logits of {SCORED_AT_ONCE} positions, {ENGINE_RESERVED / GIB:.1f} in reserve"
+        most = 1 - (e.scoring + ENGINE_RESERVED) / (c.gpu_memory_gib * GIB)
+        expected = f"at most {most:.2f}: beside weights and KV cache {needs}"
+        raise ConfigError(f"mem_fraction of {group.name}", share, expected, "lower it (cluster.mem_fraction, serving)")
     return (
         f"{group.name}: weights {e.weights / GIB:.1f} GiB, KV cache {e.kv_tokens * e.kv_per_token / GIB:.1f} GiB a GPU: "
         f"{e.kv_tokens:,} tokens an engine, {e.kv_per_token:,} bytes a token and GPU"

@@ -17,13 +17,16 @@ from typing import Any
 import yaml
 
 from slime_tandem.config import RunConfig
+from slime_tandem.config.section import set_in
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
-from slime_tandem.slime_hooks.refused import KEY
+from slime_tandem.slime_hooks.refused import KEY, OUR_REWARD
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
+from slime_tandem.slime_launch.memory import SCORED_AT_ONCE, engine_memory, trainer_memory
 from slime_tandem.slime_launch.prompts import Text, prompt_data
 from slime_tandem.slime_launch.served import in_context, of_architecture, served
+from slime_tandem.slime_launch.side import Side, beside, check_sides
 from slime_tandem.slime_launch.sizes import PUBLISHED, architecture, model_flags
 from slime_tandem.slime_launch.user_flags import accepted, split
 
@@ -59,11 +62,17 @@ LAUNCHING = (
     "name", "runs_dir", "report_to", "tracking", "optimizer", "train", "eval", "control", "serving", "cluster"
 )  # fmt: skip
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
+_CHUNKED = {
+    "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
+    "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": str(SCORED_AT_ONCE),
+}
+"""Of every engine of a job whose prompts are scored: their logits in pieces, so that memory.py's estimate holds."""
 _SETTINGS_BY_FLAG = {
     "sampling": ("temperature", "top_k", "max_new_tokens", "stop"),
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
 
+_LOCAL_ALONE = {"train.micro_batch_tokens", "train.threads"}
 _FUSED_DEFAULTS = ("--sglang-attention-backend", "--sglang-sampling-backend", "--sglang-grammar-backend")
 """What the fused engine takes on a GPU unless the user says otherwise."""
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
@@ -80,6 +89,7 @@ class Plan:
     files: Mapping[Path, Text]
     urls: Sequence[str]
     notes: Sequence[str]
+    sides: Sequence[Side] = ()
 
     def write(self) -> None:
         """Write the files that the flags name; raises ConfigError where that cannot be done, DataError for a bad row that is
@@ -98,7 +108,16 @@ class Plan:
         more = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
         lines += [f"export {name}={shlex.quote(value)}{more.get(name, '')}" for name, value in self.environment.items()]
         words = " ".join(shlex.quote(word) for word in self.flags)
-        return "\n".join([*lines, f"SLIME_FLAGS=({words})", f"SERVER_URLS=({shlex.join(self.urls)})"]) + "\n"
+        lines += [f"SLIME_FLAGS=({words})", f"SERVER_URLS=({shlex.join(self.urls)})"]
+        if self.sides:
+            lines.append("side_servers() {")
+            for side in self.sides:
+                command = " ".join(
+                    '"$SLIME_PYTHON"' if word == "$SLIME_PYTHON" else shlex.quote(word) for word in side.command()
+                )
+                lines.append(f"  start {side.name} {side.url}/health {command}")
+            lines.append("}")
+        return "\n".join(lines) + "\n"
 
 
 def plan(
@@ -111,7 +130,9 @@ def plan(
     `extra`: further flags of slime. Raises ConfigError for whatever does not fit together, ModelError for a missing model.
     """
     assert (config.engine.mode == "fused") == (fused is not None)
+    config, extra = _with_reward(config, [*config.cluster.slime_flags, *extra])
     _not_under_slime(config)
+    config, sides = beside(config)
     place = layout(config)
     senior = architecture(config.models.senior)
     models = {
@@ -122,7 +143,19 @@ def plan(
     junior = of_architecture(architecture(config.models.junior)) if fused else None
     check_context(config, models, junior)
     notes = [*place.describe(), *check_memory(config, place, senior, models, junior)]
-    folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
+    if sides:
+        of_sides = {s.name: served(s.model, s.serving, field=serving_of(config, s.name)[0]) for s in sides}
+        actor, card = place.groups[0], sides[0].gpu
+        notes += check_sides(
+            config,
+            sides,
+            of_sides,
+            trainer_memory(senior, config.cluster, place.trainer_gpus),
+            engine_memory([models[ACTOR], *([junior] if junior else [])], actor.gpus_per_engine, config.cluster),
+            trains=card < place.trainer_gpus,
+            writes=actor.start <= card < actor.start + actor.gpus,
+        )
+    folder = folder.resolve()
     routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
@@ -146,13 +179,19 @@ def plan(
         *_hooks(config),
         *_tracking(config, split(extra)),
     ]
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = dict(_CHUNKED) if config.opd.enabled else {}
     if fused is not None:
-        environment, more = fused
+        variables, more = fused
+        environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
+    flags += _first_wait(split(extra))
+    if alone := [f"{name}={value!r}" for name, value in set_in(config.train, "train") if name in _LOCAL_ALONE]:
+        notes.append(
+            f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes"
+        )
     notes += _sizes_only(config, place, flags, fused=fused is not None)
-    return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes)
+    return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes, sides)
 
 
 def _sizes(config: RunConfig) -> list[str]:
@@ -216,6 +255,30 @@ def _of_fused_engine(more: Sequence[str], theirs: Mapping[str, Sequence[str]], *
     return flags
 
 
+_COMPILES_S = 60.0
+"""Seconds that an engine may take over its first answers: three times what kernels took to compile (results/slime-scale.md)."""
+
+
+def _first_wait(theirs: Mapping[str, Sequence[str]]) -> list[str]:
+    """slime's health check kills an engine that does not answer in time, from the first second on, unless it is told to wait:
+    one that still compiles would die again and again. Raises ConfigError for a wait of the user's that is too short."""
+    if "--use-fault-tolerance" not in theirs:
+        return []
+    name, timeout = "--rollout-health-check-first-wait", theirs.get("--rollout-health-check-timeout", ["30"])
+    if name not in theirs:
+        return [name, f"{2 * _COMPILES_S:g}"]
+    try:
+        total = float(theirs[name][0]) + float(timeout[0])
+    except (IndexError, ValueError):
+        raise ConfigError(name, " ".join(theirs[name]), "seconds", "correct it, or leave it out") from None
+    if total < _COMPILES_S:
+        expected = (
+            f"at least {_COMPILES_S:g} s with --rollout-health-check-timeout: an engine that still compiles is killed"
+        )
+        raise ConfigError(name, theirs[name][0], expected, f"raise it, or leave it out ({2 * _COMPILES_S:g})")
+    return []
+
+
 def _server_urls(config: RunConfig) -> list[str]:
     """Servers of the user's own that the run asks: junior's, teacher's, teachers'."""
     e = config.engine
@@ -252,10 +315,17 @@ def _not_under_slime(config: RunConfig) -> None:
         ),
         ("train.steps", config.train.steps, config.train.steps < 1, "at least 1 with slime"),
         (
+            "train.gradient_checkpointing",
+            config.train.gradient_checkpointing,
+            config.train.gradient_checkpointing,
+            "false: cluster.recompute does it (true by default)",
+        ),
+        (
             "cluster.reward",
             reward,
-            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES,
-            f"null (this package's), or one of slime's {', '.join(RM_TYPES)}, also behind boxed_",
+            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES and not _is_dotted(reward),
+            f"null (this package's), one of slime's {', '.join(RM_TYPES)}, also behind boxed_, or module.function of slime's "
+            "signature (a function of this package's is named by tasks[].reward, as module:function)",
         ),
         (
             "report_to",
@@ -329,7 +399,27 @@ def _rollout(config: RunConfig) -> list[str]:
     if config.models.template_kwargs:
         flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
-    return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
+    if reward is None or _is_dotted(reward):
+        return [*flags, "--custom-rm-path", reward or f"{PACKAGE}.{REWARD}"]
+    return [*flags, "--rm-type", reward]
+
+
+def _is_dotted(reward: str) -> bool:
+    """Whether a reward is a function of slime's signature by its import path."""
+    return "." in reward and all(part.isidentifier() for part in reward.split("."))
+
+
+def _with_reward(config: RunConfig, extra: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """A reward of slime's that the user's own flags name, as `cluster.reward`; and the other flags."""
+    given, settled = split(extra), config.cluster.reward is not None or any(t.reward is not None for t in config.tasks)
+    named = [name for name in ("--custom-rm-path", "--rm-type") if name in given]
+    if settled or len(named) != 1 or len(values := given[named[0]]) != 1 or values[0] == OUR_REWARD:
+        return config, list(extra)
+    if (named[0] == "--custom-rm-path") != _is_dotted(values[0]):
+        return config, list(extra)
+    cluster = config.cluster.model_copy(update={"reward": values[0]})
+    rest = [word for name, words in given.items() if name != named[0] for word in (name, *words)]
+    return config.model_copy(update={"cluster": cluster}), rest
 
 
 def _objective(config: RunConfig) -> list[str]:

@@ -161,8 +161,8 @@ def _check_sizes(c: ClusterConfig, trainer: int, senior: int, needs: Mapping[str
         trainer > 0 and senior > 0,
         "nodes",
         c.nodes,
-        f"more than {total} GPUs: {frozen} serve junior and teachers, {trainer} train, {senior} write",
-        "add GPUs, or share them (cluster.trainer_gpus)",
+        f"more than {total} GPUs: {frozen} serve junior and teachers, {max(0, total - frozen)} are left to train and to write",
+        "add GPUs, share them (cluster.trainer_gpus), or serve junior and teachers beside the job (cluster.side_servers=true)",
     )
     used = max(trainer, senior + frozen) if c.colocate else trainer + senior + frozen
     who = ", ".join([f"trainer {trainer}", f"senior {senior}", *(f"{n} {g}" for n, g in needs.items())])

@@ -20,6 +20,14 @@ WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
 LOGIT = 12
 """Bytes per logit: float32 logits, the softmax kept for the backward pass, its gradient (slime: ppo_utils.py)."""
 RESERVED = 4 * GIB
+STEP = 4
+"""Bytes per weight of a rank's share that torch's AdamW takes beside its states while it steps: roots of the second moments.
+Transformer Engine's and Apex's fused optimizers take none; `cluster.layer_spec=own` is for machines without these."""
+ENGINE_RESERVED = 2 * GIB
+"""An assumption: context, CUDA graphs and activations of an engine."""
+SCORED_AT_ONCE = 1024
+"""Positions whose logits an engine holds at once where it scores a prompt (SGLANG_LOGITS_PROCESSER_CHUNK_SIZE). Without chunks
+it takes those of a whole prefill, 8192, and keeps the memory: 12 GiB for a vocabulary of 128k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +40,28 @@ class TrainerMemory:
     optimizer: int
     activations: int
     logits: int
+    step: int = 0
 
     @property
     def total(self) -> int:
-        """Everything but the reserve."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """Everything but the reserve. Activations and logits are gone when the optimizer steps."""
+        return self.weights + self.gradients + self.optimizer + max(self.activations + self.logits, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one GPU of an engine, in bytes; `kv_tokens`: tokens that its KV cache holds (of the engine, not of the GPU)."""
+    """Of one GPU of an engine, in bytes; `kv_tokens`: tokens that its KV cache holds (of the engine, not of the GPU);
+    `scoring`: logits of a prompt that is scored."""
 
     weights: int
     kv_per_token: int
     kv_tokens: int
+    scoring: int = 0
+
+    def process(self, pool_tokens: int | None = None) -> int:
+        """What its process takes of a GPU at most; `pool_tokens`: a bound of the KV cache (`--max-total-tokens`)."""
+        tokens = self.kv_tokens if pool_tokens is None else min(pool_tokens, self.kv_tokens)
+        return self.weights + tokens * self.kv_per_token + self.scoring + ENGINE_RESERVED
 
 
 def rank_parameters(arch: Architecture, tensor: int, pipeline: int, expert: int = 1) -> int:
@@ -105,7 +121,13 @@ def trainer_memory(arch: Architecture, cluster: ClusterConfig, trainer_gpus: int
         optimizer=OPTIMIZER * (held - experts) // shards + OPTIMIZER * experts // max(1, trainer_gpus // (p * e)),
         activations=activations,
         logits=LOGIT * tokens * math.ceil(arch.vocab_size / t),
+        step=STEP * held // shards if cluster.layer_spec == "own" else 0,
     )
+
+
+def scoring_bytes(models: Sequence[Served], tokens: int = SCORED_AT_ONCE) -> int:
+    """Logits of `tokens` positions as an engine scores them, on each of its GPUs: float32 logits, log-probs and a copy."""
+    return LOGIT * tokens * max(model.vocabulary for model in models)
 
 
 def engine_memory(
@@ -116,7 +138,7 @@ def engine_memory(
     kv = sum(model.kv_per_token(tp) for model in models)
     room = int((mem_fraction or cluster.mem_fraction) * cluster.gpu_memory_gib * GIB) - weights
     room = int(room * min(model.kv_share for model in models))
-    return EngineMemory(weights=weights, kv_per_token=kv, kv_tokens=max(0, room // kv))
+    return EngineMemory(weights=weights, kv_per_token=kv, kv_tokens=max(0, room // kv), scoring=scoring_bytes(models))
 
 
 def host_bytes(trainer: TrainerMemory, *, offloaded: bool, reference: bool) -> int:

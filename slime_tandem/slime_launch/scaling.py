@@ -7,6 +7,7 @@ slow each other down is an assumption; it has not been run above two GPUs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FUSED_TOKENS_PER_S = 5788.0
@@ -21,6 +22,18 @@ BYTES_PER_TOKEN = {1024: 208.0, 4096: 593.0, 16384: 2048.0}
 """Sent to two servers per token of a response of so many tokens, whole contexts (tandem-rollout.md, Traffic)."""
 CHANNEL_BYTES = 4 * 8
 """Of the channels of a token on their way to the trainer: eight float32 (slime_hooks/wire.py), without candidates."""
+
+MANAGER = {
+    "fused": (3.2, 0.83, 1.53),
+    "fused, sampled signal": (3.8, 1.14, 3.20),
+    "fused, exact lists": (67.6, 3.93, 60.0),
+}
+"""CPU seconds per million tokens: all in the rollout manager's loop; with client processes that loop's, and theirs
+(docs/results/manager-cost.md; of exact lists the processes have the parts that the loop has not)."""
+TEACHER_BYTES = 41
+"""Of a token that a teacher scores: its id as text, and log-prob and id in the answer."""
+HALF = 0.5
+"""How busy a loop or a process is planned to be: what waits for it waits little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +93,56 @@ def table(response: int = 1024) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class ManagerDemand:
+    """Of `gpus` fused engines: cores that a loop would be busy with alone and beside client processes, how many of these at
+    half load, and how many rollout managers, whose loops then are at half load, too. slime has one."""
+
+    alone: float
+    loop: float
+    processes: int
+    managers: int
+
+
+def manager(what: str, gpus: int) -> ManagerDemand:
+    """`what`: a key of MANAGER.
+
+    >>> manager("fused, sampled signal", 64)
+    ManagerDemand(alone=1.4076416, loop=0.42229248, processes=3, managers=1)
+    """
+    millions = gpus * FUSED_TOKENS_PER_S / 1e6
+    alone, loop, theirs = (seconds * millions for seconds in MANAGER[what])
+    return ManagerDemand(alone, loop, math.ceil(theirs / HALF), math.ceil(loop / HALF))
+
+
+def manager_table() -> str:
+    """Markdown, one line per kind of job and number of GPUs."""
+    heads = ("job", "rollout GPUs", "tokens/s", "loop alone, cores", "loop, cores", "client processes", "managers")
+    lines = [f"| {' | '.join((*heads, 'teacher, MB/s'))} |", "|---" * (len(heads) + 1) + "|"]
+    for what in MANAGER:
+        for gpus in (8, 64, 256, 1000):
+            d, tokens = manager(what, gpus), gpus * FUSED_TOKENS_PER_S
+            teacher = (
+                f"{tokens * TEACHER_BYTES / 1e6:,.1f}"
+                if "signal" in what
+                else "-"
+                if what == "fused"
+                else "not measured"
+            )
+            cells = [
+                what,
+                f"{gpus:,}",
+                f"{tokens:,.0f}",
+                f"{d.alone:.2f}",
+                f"{d.loop:.2f}",
+                str(d.processes),
+                str(d.managers),
+            ]
+            lines.append(f"| {' | '.join((*cells, teacher))} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
+    print()
+    print(manager_table())

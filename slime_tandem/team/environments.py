@@ -14,7 +14,6 @@ import inspect
 import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from slime_tandem.config import TaskSpec
 from slime_tandem.errors import DataError, EngineError, EnvironmentTimeoutError, ModelError

@@ -259,6 +259,7 @@ class Roster:
             opd.support,
             opd.list_length,
             opd.selection.asks_cross,
+            opd.selection.depth if opd.selection.asks_cross else 0,
         )
 
     def fused_tables(self) -> list[frozenset[int]]:
@@ -293,9 +294,8 @@ class Roster:
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
-            junior_text = JuniorText(
-                *self.spellers, self.tokenizers["junior"].render(prompt.messages, tools=prompt.tools)
-            )
+            chat = self.tokenizers["junior"].chat()
+            junior_text = JuniorText(*self.spellers, chat.render(prompt.messages, prompt.tools), chat.next_turn)
         return WriterOptions(
             rule=rule,
             sampling=sampling,

@@ -145,7 +145,10 @@ class TokenBytes:
 
     def join(self, tokens: Sequence[int]) -> bytes:
         """The text bytes of a sequence; special tokens add nothing."""
-        return b"".join(self.of(t) or b"" for t in tokens)
+        if len(tokens) and min(tokens) >= 0 and max(tokens) < len(self.table):  # as nearly always: no call per token
+            table = self.table
+            return b"".join([table[t] or b"" for t in tokens])
+        return b"".join([self.of(t) or b"" for t in tokens])
 
     @cached_property
     def packed(self) -> tuple[npt.NDArray[np.uint8], IntArray, IntArray]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from slime_tandem.distill.candidates import (
     _windows,
     exact_log_probs,
     gather_candidates,
+    gather_deep,
     gather_lists,
     missing_on,
     top_of,
@@ -417,6 +419,78 @@ def test_a_panel_asks_the_senior_only_where_lists_are_wanted() -> None:
         combine([(1.0, scores), (1.0, scores)])
 
 
+@pytest.mark.parametrize("n", [64, 256, 1024])
+def test_deep_lists_ask_twice_whatever_the_length_and_windows_more_and_more(n: int) -> None:
+    """What is sent: ids of one reading on each side, against windows whose prefixes are sent again and again."""
+    table = TokenBytes(tuple(f" {i}".encode() for i in range(200)), frozenset(), frozenset())
+    sent = {}
+    for depth in (0, 64):
+        engine = Waiting()
+        engine.let.set()
+        teacher = Teacher(engine, Aligner(table, table, end_of_turn=-1), lambda _: [1, 2, 3], lambda _: [])
+        panel = TeacherPanel([teacher], Scoring(lists=8, depth=depth))
+        (scores,) = asyncio.run(panel.score([sample(0, [i % 200 for i in range(n)])], engine))
+        assert isinstance(scores, AlignedScores)
+        assert (scores.bounded is not None) == (depth > 0)
+        sent[depth] = (engine.requests, engine.ids)
+    assert sent[64] == (2, 2 * n + 4)
+    assert sent[0][0] >= 2 + 2 * (n // 32)
+    assert sent[0][1] > 2 * n + 2 * n * (n // 32) // 2
+
+
+class Waiting:
+    """Both sides' engine: ten ids a position in arrays, shifted on the teacher's side; exact values wait until `let`."""
+
+    def __init__(self) -> None:
+        self.let, self.reached = asyncio.Event(), asyncio.Event()
+        self.requests = self.ids = 0
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return [await self.one(r) for r in requests]
+
+    async def one(self, r: GenerateRequest) -> GenerateResult:
+        n = len(r.input_ids) - r.logprob_start_len
+        self.requests, self.ids = self.requests + 1, self.ids + len(r.input_ids)
+        asked = tuple(r.token_ids_logprob or ())
+        if asked:
+            self.reached.set()
+            await self.let.wait()
+        ids = np.array(asked or [100 + (5 * r.rid.startswith("score")) + i for i in range(10)], dtype=np.int64)
+        lists = CandidateLists(np.tile(ids, n), np.arange(n + 1) * len(ids), np.tile(-1.0 - np.arange(len(ids)) / 8, n))
+        return GenerateResult(
+            r.rid, (), (), "length", "1", input_log_probs=(None, *[-0.5] * (n - 1)),
+            input_ids=r.input_ids[r.logprob_start_len :],
+            input_top_logprobs=() if asked else lists, input_token_ids_logprobs=lists if asked else (),
+        )  # fmt: skip
+
+
+def test_a_response_in_flight_takes_a_bounded_number_of_bytes() -> None:
+    """With lists of both sides, while exact values are awaited: what docs/results/manager-cost.md says, at two lengths."""
+    table = TokenBytes(tuple(f" {i}".encode() for i in range(200)), frozenset(), frozenset())
+    held = {}
+    for n in (1000, 4000):
+        engine = Waiting()
+        teacher = Teacher(engine, Aligner(table, table, end_of_turn=-1), lambda _: [1, 2, 3], lambda _: [])
+        panel = TeacherPanel([teacher], Scoring(lists=10))
+        one = sample(0, [i % 200 for i in range(n)])
+
+        async def run(panel: TeacherPanel = panel, engine: Waiting = engine, one: TandemSample = one) -> int:
+            tracemalloc.start()
+            task = asyncio.create_task(panel.score([one], engine))
+            await engine.reached.wait()
+            await asyncio.sleep(0.05)
+            now = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            engine.let.set()
+            (scores,) = await task
+            assert isinstance(scores, AlignedScores), scores
+            assert scores.lists is not None
+            return now
+
+        held[n] = asyncio.run(run())
+    assert (held[4000] - held[1000]) / 3000 < 1500, held
+
+
 def test_windows_hold_so_many_values_at_most() -> None:
     """Each position wants 100 ids of its own: three times 300 values are within 1024, four times 400 are not."""
     senior = Listing()
@@ -498,6 +572,43 @@ def test_arrays_gather_what_dictionaries_do_to_the_last_bit(
         )
         for a, b in zip(lists_.columns, plainly.columns, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@given(students, teachers, st.sampled_from([[0, -1, -1, 2], [1, 0, 2, -1], [-1] * 4]))
+def test_deep_lists_are_exact_where_they_reach_and_an_upper_bound_beyond(
+    student: list[dict[int, float]], teacher: list[dict[int, float]], index: list[int]
+) -> None:
+    """Whole distributions over all ids; lists of 2 out of deep ones of 3 or of all."""
+
+    def whole(row: dict[int, float], size: int) -> dict[int, float]:
+        weights = {i: math.exp(row.get(i, -4.0 - i / 16)) for i in range(size)}
+        return {i: math.log(w / sum(weights.values())) for i, w in weights.items()}
+
+    s, t = [whole(r, 7) for r in student], [whole(r, 8) for r in teacher]
+    aligner = SAME.aligner
+    aligned = aligner.align(aligner.write([2, 0, 1, 3], lambda _: [2, 1]))
+    aligned = dataclasses.replace(aligned, teacher_index=np.array(index))
+
+    def top(rows: list[dict[int, float]], n: int) -> CandidateLists:
+        return CandidateLists.of([dict(sorted(r.items(), key=lambda e: (-e[1], e[0]))[:n]) for r in rows])
+
+    exact = gather_lists(aligned, SAME, 2, top(t, 2), top(s, 2), (CandidateLists.of(t), CandidateLists.of(s)))
+    everything, none = gather_deep(aligned, SAME, 2, top(t, 8), top(s, 7))
+    for a, b in zip(everything.columns, exact.columns, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not none.any()
+    deep, bound = gather_deep(aligned, SAME, 2, top(t, 3), top(s, 3))
+    for a, b in zip(deep.columns[:4], exact.columns[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for ids, mine, true in (
+        (deep.student_ids, deep.teacher_on_student, exact.teacher_on_student),
+        (deep.teacher_ids, deep.student_on_teacher, exact.student_on_teacher),
+    ):
+        assert mine is not None
+        assert true is not None
+        assert (mine >= true - 1e-12).all(), "never too small"
+        too_much = np.where(ids >= 0, np.exp(mine) - np.exp(true), 0.0).sum(1)
+        assert (too_much <= bound + 1e-12).all()
 
 
 @given(st.lists(lists, max_size=8), st.data())

@@ -487,7 +487,7 @@ def test_prompts_without_labels_are_distilled(trio, tmp_path: Path, capsys: pyte
     told = capsys.readouterr()
     assert "p.csv: 60 rows: prompt from question, no label" in told.err
     assert "p.csv: metadata: level" in told.err
-    assert "nothing to learn from" not in told.out
+    assert "nothing to learn from" not in told.err
 
 
 def test_a_first_step_of_equal_rewards_says_why(trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
@@ -497,7 +497,7 @@ def test_a_first_step_of_equal_rewards_says_why(trio, tmp_path: Path, capsys: py
         trio, tmp_path, control=False, tasks=[task], train={**BASE["train"], "steps": 1}, eval={"prompts": 2}
     )
     train(RunConfig.from_mapping(tree))
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().err.split())
     assert "nothing to learn from: all 6 rewards are 0: 6 of 6 responses have no answer (<answer> or \\boxed{})" in told
     assert told.count("End with a box.'") == 3
 

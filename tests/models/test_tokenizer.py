@@ -66,7 +66,9 @@ def test_a_token_that_transformers_adds_is_named_with_its_remedy(tmp_path: Path)
     made.save_pretrained(tmp_path)
     rows = len(vocabulary)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": rows, "eos_token_id": 1}))
-    with pytest.raises(ModelError, match=r"\(<\|endoftext\|>\).*Qwen2Tokenizer adds it.*\"unk_token\" in tokenizer_config"):
+    with pytest.raises(
+        ModelError, match=r"\(<\|endoftext\|>\).*Qwen2Tokenizer adds it.*\"unk_token\" in tokenizer_config"
+    ):
         require_rows(ModelTokenizer.load(tmp_path))
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": "<|im_end|>"}))

@@ -130,7 +130,7 @@ def test_the_verdict_is_paired_by_prompt_and_names_the_control(make_run):
     verdict = summarise(run_dir)["verdict"]
     assert (verdict["low"], verdict["high"]) == paired_interval([0.0] * 50 + [1.0] * 10 + [0.0] * 40)
     assert verdict["paired"] is True
-    assert "(+0.100, 95% interval +0.035 to +0.161, paired by prompt)" in verdict["text"]
+    assert "(+0.100, 95% interval +0.034 to +0.162, paired by prompt)" in verdict["text"]
     control = verdict["control"]
     assert (control["run"], control["control"], control["better"]) == (0.6, 0.9, "solo control")
     assert control["text"].startswith("The solo control did better: tandem accuracy 0.600 against 0.900 (-0.300, 95% ")
@@ -155,7 +155,9 @@ def test_an_older_run_without_them_is_said_not_to_be_paired(make_run):
     verdict = summarise(make_run())["verdict"]
     assert verdict["paired"] is False
     assert verdict["text"].endswith(", not paired).")
-    assert verdict["control"]["text"].startswith("It did better than the solo control: tandem accuracy 0.550 against 0.350")
+    assert verdict["control"]["text"].startswith(
+        "It did better than the solo control: tandem accuracy 0.550 against 0.350"
+    )
 
 
 @pytest.mark.parametrize("wrong", [[1.0], {"eval/tandem_accuracy": 1}, {"eval/tandem_accuracy": [2.0]}, None])

@@ -258,10 +258,18 @@ def test_passes_over_a_rollout_need_our_hook_and_a_schedule_that_counts_them() -
     assert settings(arguments(twice, **hook, lr_decay_style="cosine", lr_decay_iters=40)).train.epochs_per_step == 2
     for tree, flags, message in (
         (twice, {}, r"epochs_per_step=2: expected 1 with slime's own loss"),
-        ({**twice, "opd": {"enabled": False}}, {**hook, **alone}, r"epochs_per_step=2: expected 1 with slime's own loss"),
+        (
+            {**twice, "opd": {"enabled": False}},
+            {**hook, **alone},
+            r"epochs_per_step=2: expected 1 with slime's own loss",
+        ),
         (twice, {**hook, "lr_decay_style": "cosine"}, "--lr-decay-style='cosine': expected constant"),
         (solo, {**hook, "use_routing_replay": True}, "--use-routing-replay=True.*recorded for one pass"),
-        (solo, {**hook, "use_rollout_routing_replay": True}, "--use-rollout-routing-replay=True.*recorded for one pass"),
+        (
+            solo,
+            {**hook, "use_rollout_routing_replay": True},
+            "--use-rollout-routing-replay=True.*recorded for one pass",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(arguments(tree, **flags))

@@ -16,10 +16,12 @@ from slime_tandem.config import ClusterConfig
 from slime_tandem.megatron.architecture import Architecture, Experts
 from slime_tandem.slime_launch.memory import (
     GIB,
+    RESERVED,
     activation_bytes,
     engine_memory,
     host_bytes,
     rank_parameters,
+    scoring_bytes,
     trainer_memory,
 )
 from slime_tandem.slime_launch.served import of_architecture
@@ -87,6 +89,52 @@ def test_experts_by_hand() -> None:
         m.optimizer == 12 * rest // 4 + 12 * experts // 4
     )  # four pairs of tensor parallel ranks; four holders of each expert
     assert activation_bytes(arch, recompute=False) == 2 * (4 * 4 + 8 + 4 + 2 * (2 * 4 + 3 * 3))
+
+
+def test_the_optimizers_step_by_hand() -> None:
+    """torch's AdamW holds a root per weight of the share; activations and logits are gone by then."""
+    few = ClusterConfig(max_tokens_per_gpu=1, layer_spec="own")
+    m = trainer_memory(TOY, few, 2)
+    assert m.step == 4 * 388 // 2
+    assert m.activations + m.logits < m.step
+    assert m.total == (2 + 4) * 388 + 12 * 388 // 2 + m.step
+    assert trainer_memory(TOY, few.model_copy(update={"layer_spec": "transformer_engine"}), 2).step == 0
+
+
+def test_logits_of_a_scored_prompt_by_hand() -> None:
+    """Llama 3's vocabulary: 12 bytes for each of 128,256 logits of 1,024 positions; a whole prefill of 8,192 takes 11.7 GiB."""
+    teacher = of_architecture(PUBLISHED["llama3.2-3B"])
+    assert teacher.vocabulary == 128256
+    assert scoring_bytes([teacher]) == 12 * 1024 * 128256
+    assert scoring_bytes([teacher], 8192) / GIB == pytest.approx(11.7, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("served", "measured"),
+    [
+        ([["qwen3-4B"]], 120.9),
+        ([["qwen3-4B", "qwen3-0.6B"]], 124.1),
+        ([["qwen3-4B", "qwen3-0.6B"], ["llama3.2-3B"]], 137.7),
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_what_was_measured_on_one_card(
+    served: list[list[str]], measured: float
+) -> None:
+    """docs/results/slime-scale.md: 4,096 tokens a micro-batch, nothing computed again, KV caches of 65,536 tokens."""
+    cluster = ClusterConfig(
+        gpus_per_node=1, gpu_memory_gib=139.8, layer_spec="own", max_tokens_per_gpu=4096, recompute=False
+    )
+    total = trainer_memory(PUBLISHED["qwen3-4B"], cluster, 1).total + RESERVED
+    for models in served:
+        engine = engine_memory([of_architecture(PUBLISHED[name]) for name in models], 1, cluster)
+        total += engine.process(65536) - (engine.scoring if models[0].startswith("qwen") else 0)
+    assert total / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_the_senior_of_the_first_run_took_what_is_estimated() -> None:
+    """27 GiB with a KV cache of 131,072 tokens."""
+    engine = engine_memory([of_architecture(PUBLISHED["qwen3-4B"])], 1, ClusterConfig(gpu_memory_gib=139.8))
+    assert (engine.process(131072) - engine.scoring) / GIB == pytest.approx(27, rel=0.05)
 
 
 def test_a_known_size() -> None:

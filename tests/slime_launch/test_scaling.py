@@ -21,6 +21,18 @@ def test_the_table_is_generated() -> None:
     assert scaling.table() in TEXT, "run python -m slime_tandem.slime_launch.scaling"
 
 
+def test_the_managers_table_is_generated_from_what_was_measured() -> None:
+    assert scaling.manager_table() in TEXT, "run python -m slime_tandem.slime_launch.scaling"
+    measured = (DOCS / "results" / "manager-cost.md").read_text()
+    for what, (alone, loop, theirs) in scaling.MANAGER.items():
+        group = {"fused": "without a teacher", "fused, sampled signal": "with the sampled signal"}.get(
+            what, "with exact lists"
+        )
+        assert re.search(rf"\*\*{group}\*\* \|.*\| {alone:.1f} \|", measured), what
+        assert re.search(rf"\| {what} \| 2 \| {loop:.2f} \|", measured), what
+        assert what.endswith("lists") or re.search(rf"\| {what} \| 2 \| {loop:.2f} \| {theirs:.2f} \|", measured), what
+
+
 def test_the_measured_numbers_stand_in_the_results() -> None:
     fused = (DOCS / "results" / "fused.md").read_text()
     servers = (DOCS / "results" / "tandem-rollout.md").read_text()

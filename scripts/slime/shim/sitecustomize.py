@@ -6,7 +6,8 @@ Python imports this module by its name when its folder is on PYTHONPATH. It wait
 - Megatron's core/optimizer/distrib_optimizer.py: without Transformer Engine and Apex it cannot load a checkpoint, because
   `state_dict` wants the step count of an optimizer that has not stepped (an assertion), and the tensors of a checkpoint lack
   the count that PyTorch's Adam keeps beside its moments (a KeyError). It gets the state of step 0; the count comes from the
-  checkpoint's groups, where Megatron keeps it.
+  checkpoint's groups, where Megatron keeps it. With data parallel ranks it cannot write one either: that count is no slice of a
+  buffer (an assertion), and is left out of the tensors.
 - slime's utils/reloadable_process_group.py wraps process groups and hands on the collectives of older torches; those that torch
   2.13 calls in their place (`reduce_scatter_single` and its kin) would find no backend.
 - SLIME_TANDEM_CPU=1: Megatron's training/utils.py, asked for the GPU's generation where a model is cut by tensor or context,
@@ -90,7 +91,13 @@ def _distrib_optimizer(module):
         state["step"] = state["step"].clone()  # Megatron gives all parameters one tensor, which Adam counts up in place
         take(self, model_param, {"step": state["step"], **tensors})
 
+    give = module.DistributedOptimizer._get_main_param_and_optimizer_states
+
+    def give_states(self, model_param):
+        return {name: value for name, value in give(self, model_param).items() if name != "step"}
+
     module.DistributedOptimizer.state_dict = state_dict
+    module.DistributedOptimizer._get_main_param_and_optimizer_states = give_states
     module.DistributedOptimizer._set_main_param_and_optimizer_states = take_states
 
 

@@ -115,7 +115,11 @@ def missing(internals: tuple[tuple[str, str, tuple[str, ...]], ...] = INTERNALS)
         if lost:
             faults.append(f"{module}.{path} has no longer {', '.join(lost)}")
     if internals is INTERNALS:
-        faults += [f"{module} names no longer {name}" for module, classes, name in IN_SOURCE if not _named(module, classes, name)]
+        faults += [
+            f"{module} names no longer {name}"
+            for module, classes, name in IN_SOURCE
+            if not _named(module, classes, name)
+        ]
     return faults
 
 
