@@ -18,7 +18,7 @@ if [[ "${1:-}" == --help ]]; then
 fi
 
 if [[ "${1:-}" == --quick ]]; then
-  setup_venv test check diagnostics
+  setup_venv test check diagnostics data wandb trackio
   told="$(mktemp)"
   trap 'rm -f "$told"' EXIT
   bash scripts/check.sh > "$told" 2>&1 & # one core for the types, one for the tests
@@ -30,7 +30,7 @@ if [[ "${1:-}" == --quick ]]; then
   exit "$code"
 fi
 
-setup_venv test check smollm2 diagnostics peers
+setup_venv test check smollm2 diagnostics data wandb trackio peers
 if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
   run apt-get update -qq
   run apt-get install -y -qq chromium fonts-dejavu-core >/dev/null
