@@ -113,15 +113,21 @@ MISTRAL_V1 = """{{ bos_token }}{% for m in messages %}
 {%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
 
 _MISTRAL_NEW = """{{ bos_token }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- set ns = namespace(last=-1, turn=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- if m.role in ('user', 'assistant') and not m.tool_calls %}
+{%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate user/assistant') }}{% endif %}
+{%- set ns.turn = ns.turn + 1 %}{% endif %}
+{%- for id in ([m.tool_call_id] if m.role == 'tool' else (m.tool_calls or []) | map(attribute='id')) %}
+{%- if id is not string or id | length != 9 %}{{ raise_exception('ids of calls have 9 characters') }}{% endif %}{% endfor %}
+{%- endfor %}
 {%- for m in messages %}
 {%- if m.role == 'system' and loop.first %}
 {%- elif m.role == 'user' %}
 {%- if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS]S' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST]S' + (system + '\\n\\n' if system and loop.last else '') + m.content + '[/INST]' }}
 {%- elif m.role == 'tool' %}
-{{- '[TOOL_RESULTS]S{"content": ' + (m.content | string) + '}[/TOOL_RESULTS]' }}
+{{- '[TOOL_RESULTS]S{"content": ' + (m.content | string) + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- elif m.role == 'assistant' and m.tool_calls %}
 {{- '[TOOL_CALLS]S[' }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ ']' + eos_token }}
 {%- elif m.role == 'assistant' %}{{ 'S' + (m.content | trim) + eos_token }}
@@ -464,6 +470,39 @@ def make_folder(name: str, root: Path, backend: Tokenizer | None = None) -> Path
         if family.ends is not None:
             ends = [hf.convert_tokens_to_ids(t) for t in family.ends]
             (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
+    return folder
+
+
+def make_model(name: str, root: Path, *, seed: int, kind: Literal["qwen3", "llama"]) -> Path:
+    """`root/name-model`: the family's small tokenizer and a tiny random model that likes to end its turns."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer, _ = load(name, root)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer.tokens.table),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.hf.eos_token_id,
+        "pad_token_id": tokenizer.hf.pad_token_id,
+    }
+    ends = sorted(tokenizer.tokens.eos_ids)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
+        model.get_input_embeddings().weight.mul_(8)
+        model.get_input_embeddings().weight[ends] *= 2.0
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    folder = root / f"{name}-model"
+    model.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
     return folder
 
 

@@ -291,7 +291,7 @@ def from_sentencepiece(file: str, *, spaces: str, limit: int | None = None) -> A
 
     `spaces`: how text is prepared. "replace": Gemma's way (no space in front; user-defined pieces are added tokens, not
     normalised); "prepend": Llama-2's legacy way; "first", "always", "never": Metaspace with that scheme (Mistral v3, and
-    tokenizers converted with and without `legacy`). `limit`: only the first pieces, control and user-defined ones, bytes, letters.
+    tokenizers converted with and without `legacy`). `limit`: the first pieces, control and user-defined ones, bytes, letters.
     """
     from sentencepiece import sentencepiece_model_pb2 as proto
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slime_tandem.rollout.boundaries import BoundaryRecord
     from slime_tandem.strategies import Mark, Strategy
     from slime_tandem.tasks.family import make_prompt
+    from slime_tandem.tasks.judging import label_reward
     from slime_tandem.types import Message, Prompt, SampleKey
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "align",
     "authorship",
     "evaluate",
+    "label_reward",
     "make_prompt",
     "open_run",
     "score",
@@ -63,6 +65,7 @@ _HOMES = {
     "rollout.boundaries": ("BoundaryRecord",),
     "strategies": ("Mark", "Strategy"),
     "tasks.family": ("make_prompt",),
+    "tasks.judging": ("label_reward",),
     "types": ("Message", "Prompt", "SampleKey"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

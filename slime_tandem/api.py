@@ -145,15 +145,19 @@ def align(
     """
     from slime_tandem.distill.alignment import UNALIGNED_REASONS
     from slime_tandem.distill.conversation import aligner_of
+    from slime_tandem.distill.teacher import read_turn
     from slime_tandem.models.text_tokenizer import load_text_tokenizer, sample_ids
 
     s, t = (
         load_text_tokenizer(str(name), Path(cache_dir), trust_remote_code=trust_remote_code)
         for name in (student, teacher)
     )
-    aligner = aligner_of(s.tokens, t.tokens, t.markup, thinking)
     ids = tuple(sample_ids(s, text))
-    written = aligner.write(ids, t.encode)
+    if s.chat and t.chat:
+        aligner, written = read_turn(s.chat, t.chat, ids, thinking)
+    else:
+        aligner = aligner_of(s.tokens, t.tokens, t.markup, thinking)
+        written = aligner.write(ids, t.encode)
     found = aligner.align(written)
     return TextAlignment(
         student_ids=ids,
@@ -232,6 +236,11 @@ class Run:
         return self._rows("rewards.jsonl")
 
     @property
+    def reward_parts(self) -> list[dict[str, Any]]:
+        """One row per step, phase, task and named part of a reward; none where it has no parts."""
+        return self._rows("reward_parts.jsonl")
+
+    @property
     def transcripts(self) -> list[dict[str, Any]]:
         """The responses that were kept: `step`, `phase`, `prompt`, `label`, `task`, `reward`, `finish_reason`, and `tokens`,
         each with `text`, `author` (1 senior, 0 junior, None inserted), `log_prob`, `teacher_log_prob` (nats, None: none)."""
@@ -253,9 +262,9 @@ class Run:
         return Run(folder) if (folder / "config.yaml").is_file() else None
 
     def frame(self, rows: str = "steps") -> Any:
-        """`steps`, `evaluations` or `rewards` as a pandas data frame, a column per metric; RunDirError without pandas."""
-        if rows not in ("steps", "evaluations", "rewards"):
-            raise RunDirError("rows", rows, "steps, evaluations or rewards", "choose one of these")
+        """`steps`, `evaluations`, `rewards` or `reward_parts` as a pandas data frame; RunDirError without pandas."""
+        if rows not in ("steps", "evaluations", "rewards", "reward_parts"):
+            raise RunDirError("rows", rows, "steps, evaluations, rewards or reward_parts", "choose one of these")
         try:
             import pandas
         except ImportError:

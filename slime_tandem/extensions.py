@@ -19,11 +19,20 @@ T = TypeVar("T")
 def is_own(name: str) -> bool:
     """Whether a name is of the form `module:attribute`, which no built-in one has.
 
-    >>> is_own("my.rewards:strict"), is_own("word")
-    (True, False)
+    >>> is_own("my.rewards:strict"), is_own("word"), is_own("http://127.0.0.1/score")
+    (True, False, False)
     """
     module, colon, attribute = name.partition(":")
-    return bool(module and colon and attribute)
+    return bool(module and colon and attribute) and not attribute.startswith("//")
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is the address of a server (`http://` or `https://`), where a setting takes one.
+
+    >>> is_url("https://judge.example/score"), is_url("http:score")
+    (True, False)
+    """
+    return name.startswith(("http://", "https://"))
 
 
 def find(name: str, built_in: Mapping[str, T], field: str, kind: type[T] | None = None) -> T:

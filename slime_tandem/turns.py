@@ -40,17 +40,19 @@ class Write(Protocol):
 class Turns:
     """What a template writes around an assistant's turn. All texts are as rendered.
 
-    `start`: in front of the first turn. `header`: the begin of every assistant turn. `opened`: what the generation prompt puts
-    behind it. `answer`: what stands between the header and the text of a turn without thinking, the last one of the
-    conversation. `think`: what stands before and behind thinking, None: the template knows none; `opens_thinking`: its
-    generation prompt has begun it; `keeps_thinking`: it writes the thinking of the last turn, `keeps_earlier` of turns before
-    a user's message. `closing`: what closes the last turn; "" where only the next role's marker does, or nothing. `after`:
-    what it puts behind that. `next_user`, `next_tool`: from the end of a turn's text to the user's or the tool's, None: it has
-    no such message behind a turn. `roles` and `tools`, `tool_calls`: what it shows. `trims`: where it takes white space off a
-    turn's text, `changes`: it changes text within.
+    `start`: in front of the first turn. `closes_user`: what closes a user's message. `header`: the begin of every assistant
+    turn. `opened`: what the generation prompt puts behind it. `answer`: what stands between the header and the text of a
+    turn without thinking, the last one of the conversation. `think`: what stands before and behind thinking, None: the
+    template knows none; `opens_thinking`: its generation prompt has begun it; `keeps_thinking`: it writes the thinking of
+    the last turn, `keeps_earlier` of turns before a user's message. `closing`: what closes the last turn; "" where only the
+    next role's marker does, or nothing. `after`: what it puts behind that. `next_user`, `next_tool`: from the end of a
+    turn's text to the user's or the tool's, None: it has no such message behind a turn. `roles` and `tools`, `tool_calls`:
+    what it shows; `tool_after_call`: a tool's message only behind a turn that called it. `trims`: where it takes white
+    space off a turn's text, `changes`: it changes text within.
     """
 
     start: str
+    closes_user: str
     header: str
     opened: str
     answer: str
@@ -65,6 +67,7 @@ class Turns:
     roles: tuple[str, ...]
     tools: bool
     tool_calls: bool
+    tool_after_call: bool
     trims: Trims
     changes: bool
 
@@ -83,7 +86,16 @@ class Turns:
     @property
     def markup(self) -> tuple[str, ...]:
         """All that the template wrote around words, for finding its markers."""
-        found = (self.start, self.header, self.opened, self.answer, self.closing, self.next_user, self.next_tool)
+        found = (
+            self.start,
+            self.closes_user,
+            self.header,
+            self.opened,
+            self.answer,
+            self.closing,
+            self.next_user,
+            self.next_tool,
+        )
         return tuple(text for text in (*found, *(self.think or ())) if text)
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,6 +111,7 @@ class Turns:
             thinks += ", opened by the generation prompt" if self.opens_thinking else ""
         closing = repr(self.closing) if self.closing else f"{self.closed_by} ({self.next_user!r} before a user's)"
         more = [name for name, known in (("tools", self.tools), ("tool_calls", self.tool_calls)) if known]
+        more += ["a tool only behind a turn that called it"] if self.tool_after_call else []
         changes = {"no": "as it is", "both": "trimmed"}.get(self.trims, f"trimmed at its {self.trims}")
         return [
             f"starts with {self.start!r}, a turn with {self.header + self.answer!r}",
@@ -132,7 +145,8 @@ class Markup:
 
     `think`: what opens and closes thinking, without white space, None: unknown; `think_texts` the same as the template writes
     it. `opens`: its generation prompt has opened the thinking. `answer`: ids that the model writes itself in front of an
-    answer. `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
+    answer. `inner`: control tokens of which it makes such markers, where one takes several (harmony, whose turns are messages).
+    `lead`: plain text in front of its answers. `end`: the id that closes the last turn, -1: none does alone; `ends`:
     all that may close one; `between`: what it puts between a turn and a user's or a tool's message. `trims`: the template
     trims text at its begin. `encode`: ids of text in which markers are text, too.
     """
@@ -141,6 +155,7 @@ class Markup:
     think_texts: tuple[str, str] | None = None
     opens: bool = False
     answer: Ids = ()
+    inner: frozenset[int] = frozenset()
     lead: str = ""
     end: int = -1
     ends: frozenset[int] = frozenset()
@@ -281,6 +296,7 @@ def probe(write: Write, where: str) -> Turns:
         start = _not_within_a_marker(start, len(start) - len(_shared_end(start, next_user)))
     return Turns(
         start=start,
+        closes_user=closes_user,
         header=header[len(closes_user) :],
         opened=opened,
         answer=answer,
@@ -295,6 +311,7 @@ def probe(write: Write, where: str) -> Turns:
         roles=tuple(_roles(ask, next_user is not None, next_tool is not None)),
         tools=_TOOL["function"]["name"] in (ask(_ASKED, generation=True, tools=[_TOOL]) or ""),
         tool_calls=_TOOL["function"]["name"] in (_with_calls(ask) or ""),
+        tool_after_call=next_tool is not None and _with_result(ask) is None and _with_result(ask, _CALLS) is not None,
         trims=_trims(ask),
         changes=ask(_ASKED, _said(_ODD)) is None or _ODD not in (ask(_ASKED, _said(_ODD)) or ""),
     )
@@ -322,6 +339,12 @@ def _next_tool(ask: _Probe) -> str | None:
                 return text.partition(_T)[0].partition(_A)[2]
             return text.partition(_A)[2].partition(_T)[0]
     return None
+
+
+def _with_result(ask: _Probe, calls: Any = None) -> str | None:
+    """A tool's message between two turns; `calls` of the first one."""
+    first = _said(_A, tool_calls=calls) if calls else _said(_A)
+    return ask(_ASKED, first, _tool_message(), _said(_V))
 
 
 def _with_calls(ask: _Probe) -> str | None:

@@ -19,6 +19,9 @@ from slime_tandem.errors import DataError, TeacherScoreError
 SENIOR = 1
 JUNIOR = 0
 
+RIGHT_REWARD = 1.0
+"""A response counts as right when its task reward reaches this; partial credit does not."""
+
 FinishReason = Literal["stop", "length", "abort"]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -347,11 +350,31 @@ class AlignedScores:
         }
 
 
+def is_right(reward: float | None, parts: Mapping[str, float]) -> bool:
+    """What accuracies count: a part called `correct` if there is one, else the reward, of `RIGHT_REWARD` or more.
+
+    >>> is_right(1.0, {}), is_right(1.2, {"correct": 0.0, "brief": 1.2}), is_right(None, {})
+    (True, False, False)
+    """
+    value = parts.get("correct", reward)
+    return value is not None and value >= RIGHT_REWARD
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A response with its task reward and, if a teacher answered, the teacher's view of it."""
+    """A response with its task reward and, if a teacher answered, the teacher's view of it.
+
+    `reward` is None where a function of the user's gave none: the task reward does not train on it. `parts` are what it was
+    made of, by name.
+    """
 
     sample: TandemSample
-    reward: float
+    reward: float | None
     teacher: AlignedScores | None
     teacher_error: TeacherScoreError | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """What accuracies count."""
+        return is_right(self.reward, self.parts)

@@ -75,4 +75,7 @@ def test_the_loss() -> None:
 
 
 def test_own_reward(trio: Any, tmp_path: Path) -> None:
-    assert 0 < float(run("own_reward.py", trio.senior.parent, tmp_path).rpartition("reward: ")[2]) <= 1
+    out = run("own_reward.py", trio.senior.parent, tmp_path)
+    found = {name: float(value) for name, value in (line.split(": ") for line in out.splitlines()[-4:])}
+    assert found["mean reward"] == pytest.approx(found["correct"] + 0.1 * found["brief"], abs=1e-3)
+    assert 0 < found["senior"] < 1

@@ -132,3 +132,23 @@ def test_the_family_refuses_its_config_and_keeps_the_sides_apart() -> None:
     assert not train & {p.prompt_id for p in tasks.heldout_prompts(5)}
     with pytest.raises(slime_tandem.ConfigError, match=r"tasks\.0\.config\.below=1: expected a whole number above 1"):
         TaskSet([spec.model_copy(update={"config": {"below": 1}})], 0)
+
+
+def test_a_reward_of_batches_and_the_tutorials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = slime_tandem.RunConfig.from_mapping(
+        {"tasks": [{"family": "chain_sum", "reward": "own_rewards:shortest"}]}
+    ).tasks[0]
+    tasks = TaskSet([spec], 0)
+    a, b = tasks.train_prompts(0, 2)
+    assert [v.reward for v in tasks.verdicts([(a, "long"), (a, "l"), (b, "longer")])] == [0.0, 1.0, 1.0]
+    tutorial = (DOCS.parent / "tutorial.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n# my_module\.py.*?\n(.*?)^```", tutorial, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_module.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "2 + 2 =", "label": 4, "difficulty": 3}\n', encoding="utf-8")
+    task = {"family": "jsonl", "path": str(file), "reward": "my_module:my_reward"}
+    tasks = TaskSet(slime_tandem.RunConfig.from_mapping({"tasks": [task]}).tasks, 0)
+    (verdict,) = tasks.verdicts([(next(iter(tasks.listed_prompts)), "It is 4")])
+    assert verdict.parts == {"correct": 3.0, "brief": 1.0}
+    assert verdict.right

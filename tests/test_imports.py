@@ -24,7 +24,7 @@ ROOT = Path(slime_tandem.__file__).parent
 ROOMS = (
     "errors", "types", "files", "signals", "extensions", "strategies", "config", "protocol", "turns",  # words
     "tokens", "rollout", "distill", "objective", "tasks", "report",  # what is computed, and what is read of it
-    "models", "engines", "megatron", "training", "team",  # models at work
+    "models", "engines", "live", "megatron", "training", "team",  # models at work
     "local", "evaluation", "doctor", "diagnostics", "slime_hooks",  # what is done with them
     "slime_launch", "api", "cli",
 )  # fmt: skip
@@ -46,6 +46,7 @@ ALLOWED = {
     "report": set(),
     "models": {"turns", "tokens", "tasks", "protocol"},
     "engines": {"protocol", "tokens", "rollout", "models", "objective"},
+    "live": {"report", "engines"},
     "megatron": {"models", "objective"},
     "training": {"objective", "distill", "megatron", "tasks", "report"},
     "team": {"tokens", "rollout", "distill", "engines", "models", "tasks", "training", "protocol", "report", "objective"},
@@ -95,6 +96,7 @@ LIGHT = [
     "slime_tandem.rollout.boundaries", "slime_tandem.rollout.handoff", "slime_tandem.rollout.writer",
     "slime_tandem.tokens.token_bytes", "slime_tandem.tokens.vocabularies", "slime_tandem.distill.alignment",
     "slime_tandem.distill.panel", "slime_tandem.objective.advantages", "slime_tandem.report.statistics",
+    "slime_tandem.report.progress",
     "slime_tandem.evaluation.scoring", "slime_tandem.diagnostics.merge", "slime_tandem.diagnostics.support",
 ]  # fmt: skip
 

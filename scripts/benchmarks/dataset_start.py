@@ -2,8 +2,9 @@
 
 The same file is read by its peers in the same run: `datasets` without and with its cache, and Python counting the lines. Each
 measurement is a process of its own. For each format: seconds from the start of the work (imports are not counted) until one
-prompt is drawn, seconds of a further draw of 32 (the median of 20), and the process's highest memory (VmHWM; what it had after
-its imports stands beside it). Memory maps count where they were touched.
+prompt is drawn, seconds of a further draw of 32 (the median of 20), the process's highest memory (VmHWM; what it had after its
+imports stands beside it), and its own at the end (RssAnon): what the highest has beyond that are mostly pages of files in a
+memory map, which the system takes back when it needs them.
 
 python scripts/benchmarks/dataset_start.py --lines 10000000 --formats jsonl jsonl.gz csv parquet folder
 """
@@ -68,10 +69,10 @@ def write(folder: Path, kind: str, lines: int) -> Path:
     return path
 
 
-def highest() -> float:
-    """This process's highest resident memory so far, in MiB."""
+def memory(kind: str = "VmHWM") -> float:
+    """This process's memory, in MiB: its highest so far (VmHWM), or what is its own (RssAnon)."""
     status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    return int(status.split(f"{kind}:")[1].split()[0]) / 1024
 
 
 def ours(path: Path) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def ours(path: Path) -> dict[str, Any]:
         import pyarrow.parquet  # noqa: F401
     if path.suffix == ".folder":
         import datasets  # noqa: F401
-    imports, began = highest(), time.perf_counter()
+    imports, began = memory(), time.perf_counter()
     tasks = TaskSet([TaskSpec(family="jsonl", path=str(path))], seed=0)
     tasks.train_prompts(step=0, n=1)
     first = time.perf_counter() - began
@@ -94,7 +95,14 @@ def ours(path: Path) -> dict[str, Any]:
     began = time.perf_counter()
     tasks.heldout_prompts(256)
     held = time.perf_counter() - began
-    return {"first": first, "draw": statistics.median(draws), "heldout": held, "imports": imports, "peak": highest()}
+    return {
+        "first": first,
+        "draw": statistics.median(draws),
+        "heldout": held,
+        "imports": imports,
+        "peak": memory(),
+        "own": memory("RssAnon"),
+    }
 
 
 def peer(path: Path, cache: str) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def peer(path: Path, cache: str) -> dict[str, Any]:
     import datasets
 
     datasets.disable_progress_bars()
-    imports, began = highest(), time.perf_counter()
+    imports, began = memory(), time.perf_counter()
     if path.suffix == ".folder":
         found = datasets.load_from_disk(str(path))
     else:
@@ -116,14 +124,20 @@ def peer(path: Path, cache: str) -> dict[str, Any]:
         began = time.perf_counter()
         _ = shuffled[step * N : step * N + N]
         draws.append(time.perf_counter() - began)
-    return {"first": first, "draw": statistics.median(draws), "imports": imports, "peak": highest()}
+    return {
+        "first": first,
+        "draw": statistics.median(draws),
+        "imports": imports,
+        "peak": memory(),
+        "own": memory("RssAnon"),
+    }
 
 
 def counted(path: Path) -> dict[str, Any]:
-    imports, began = highest(), time.perf_counter()
+    imports, began = memory(), time.perf_counter()
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         sum(1 for _ in file)
-    return {"first": time.perf_counter() - began, "imports": imports, "peak": highest()}
+    return {"first": time.perf_counter() - began, "imports": imports, "peak": memory(), "own": memory("RssAnon")}
 
 
 def measured(what: str, path: Path, *more: str) -> dict[str, Any]:
@@ -145,7 +159,9 @@ def main() -> None:
         print(json.dumps({"ours": ours, "peer": peer, "lines": counted}[what](Path(path), *more)))
         return
     print(f"{args.lines} rows; Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
-    print(f"{'file':<10}{'MB':>7}  {'read by':<22}{'first, s':>9}{'draw 32, ms':>13}{'peak, MiB':>11}{'imports':>9}")
+    print(
+        f"{'file':<10}{'MB':>7}  {'read by':<22}{'first, s':>9}{'draw 32, ms':>13}{'peak, MiB':>11}{'own':>7}{'imports':>9}"
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "jsonl.gz" in args.formats and "jsonl" not in args.formats:
@@ -161,7 +177,8 @@ def main() -> None:
                 r = measured(*run)
                 draw = f"{r['draw'] * 1e3:.1f}" if "draw" in r else "-"
                 print(
-                    f"{kind:<10}{size:>7.0f}  {label:<22}{r['first']:>9.2f}{draw:>13}{r['peak']:>11.0f}{r['imports']:>9.0f}",
+                    f"{kind:<10}{size:>7.0f}  {label:<22}{r['first']:>9.2f}{draw:>13}{r['peak']:>11.0f}"
+                    f"{r['own']:>7.0f}{r['imports']:>9.0f}",
                     flush=True,
                 )
             shutil.rmtree(cache, ignore_errors=True)

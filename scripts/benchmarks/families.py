@@ -1,23 +1,34 @@
 """Model families as students and teachers of each other: what is found out of each, and what a teacher is sent.
 
     python scripts/fetch_vocabularies.py
-    python scripts/benchmarks/families.py facts | pairs | native [--small]
+    python scripts/benchmarks/families.py facts | pairs | native | tables [--before] [--small]
+    python scripts/benchmarks/families.py run
 
 Vocabularies are the published ones where PyPI packages ship them (scripts/vocabularies.py), else small ones made on the spot
 (`--small`: all of them); templates are our own wording of each family's published behaviour (scripts/families.py). No model.
 
+`facts`: also how many ids stand as text among the added tokens, and how many are masked since the decoder writes otherwise.
 `pairs`: over five conversations (one turn, cut, two turns of a user, a tool between turns, thinking), as far as both templates
-have their roles: the share of sampled tokens with a value, and of sampled ends of turn. "before" takes the end of turn from
+have their roles: the share of sampled tokens with a value, and of sampled ends of turn. `--before` takes the end of turn from
 `eos_token` and the prompt from the generation prompt, as up to commit 6555b00. `native`: of how many students the teacher is
-sent, byte for byte, what its own template writes of the same messages.
+sent, byte for byte, what its own template writes of the same messages; also with a system message, and with tools in it.
+`tables`: all three.
+
+`run`: a job end to end with real servers: a GLM-like student, whose turns the next role ends, and a Gemma-like teacher, whose
+eos_token its template never writes (tiny random models that like to end their turns, two turns a response). It prints what the
+job measured, and counts in all texts that were sent to the teacher.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +53,18 @@ CONVERSATIONS = {
     "tool": Conversation(ASK, (Said("Let me see: 12 + 345 ="), Said(ANSWER)), ((Message("tool", "12 + 345 = 357"),),)),
     "thinking": Conversation(ASK, (Said(ANSWER, "12 + 345 is 300 + 57, so 357."),)),
 }
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "sum", "arguments": {"x": "12"}}}
+_TOOL = {"name": "sum", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+_CALLED = (
+    *ASK,
+    Message("assistant", "", {"tool_calls": [_CALL]}),
+    Message("tool", "357", {"tool_call_id": "call00001", "name": "sum"}),
+)
+PROMPTS = {
+    "system": Conversation((Message("system", "Be brief."), *ASK), (Said(ANSWER),)),
+    "tools": Conversation(_CALLED, (Said(ANSWER),), tools=({"type": "function", "function": _TOOL},)),
+}
+"""What `native` asks beside: a system message, and a prompt with tools, a call and its result."""
 
 Loaded = dict[str, tuple[ModelTokenizer, Chat]]
 
@@ -83,7 +106,9 @@ def facts(loaded: Loaded, *, small: bool) -> None:
             opening = closing_mark = "tokens, unknown to it"
         ends = ", ".join(code(tokenizer.hf.convert_ids_to_tokens(i)) for i in sorted(chat.ends))
         more = [*(("tools",) if t.tools else ()), *(("calls",) if t.tool_calls else ())]
-        roles = ", ".join([r for r in t.roles if r not in ("user", "assistant")] + more) or "-"
+        shown = [r for r in t.roles if r not in ("user", "assistant")]
+        shown = ["tool behind a call" if r == "tool" and t.tool_after_call else r for r in shown]
+        roles = ", ".join(shown + more) or "-"
         text = {"no": "as it is", "both": "trimmed"}.get(t.trims, f"trimmed at its {t.trims}")
         lead = f", {code(chat.lead)}" if chat.lead else ""
         closing = code(t.closing) if t.closing else t.closed_by
@@ -127,13 +152,43 @@ class Before:
         return self.aligner.align(text)
 
 
-def scored(loaded: Loaded, student: str, told: Conversation, one: Any) -> tuple[int, int, int, int, bytes] | None:
-    """(tokens with a value, sampled tokens, ends with the value of a right one, sampled ends, text sent).
+@dataclass(frozen=True)
+class Found:
+    """Of a conversation: tokens with a value, sampled ones; ends with the value of a right one, sampled ones; the text sent."""
 
-    None: one of the two templates has no such roles.
-    """
+    values: int
+    tokens: int
+    right: int
+    ends: int
+    sent: bytes
+
+
+Measured = dict[tuple[str, str], list[dict[str, Found]]]
+"""(student, teacher) -> after, and before if that was asked for: by conversation that both templates have."""
+
+
+def measure(loaded: Loaded, *, before: bool) -> Measured:
+    """All pairs over all conversations; each pair's tables are made once."""
+    told = {**CONVERSATIONS, **PROMPTS}
+    samples: dict[str, dict[str, TandemSample]] = {name: {} for name in loaded}
+    for name, (tokenizer, chat) in loaded.items():
+        for kind, conversation in told.items():
+            with contextlib.suppress(TandemError):  # its template has no such messages
+                samples[name][kind] = sample_of(tokenizer, chat, conversation)
+    out: Measured = {}
+    for t in loaded:
+        for s in loaded:
+            ways = [teacher_of(loaded, s, t), *([Before(loaded, s, t)] if before else [])]
+            out[s, t] = [
+                {kind: f for kind, sample in samples[s].items() if (f := found(loaded, s, sample, way))} for way in ways
+            ]
+        print(f"{t} as teacher", file=sys.stderr, flush=True)
+    return out
+
+
+def found(loaded: Loaded, student: str, sample: TandemSample, one: Any) -> Found | None:
+    """None: the teacher's template has no such messages."""
     try:
-        sample = sample_of(*loaded[student], told)
         prompt, text = one.conversation(sample)
     except TandemError:
         return None
@@ -141,75 +196,139 @@ def scored(loaded: Loaded, student: str, told: Conversation, one: Any) -> tuple[
     paired, sampled = aligned.teacher_index >= 0, [m == 1 for m in sample.loss_mask]
     eos = loaded[student][0].tokens.eos_ids
     ends = [i for i, token in enumerate(sample.response_ids) if sampled[i] and token in eos]
-    sent = spelt(one.aligner.teacher, [*prompt, *text.ids])
     known = one.ends if isinstance(one, Before) else one.template.markup.ends
     right = sum(bool(paired[i]) and text.ids[int(aligned.teacher_index[i])] in known for i in ends)
-    return int(paired[sampled].sum()), sum(sampled), right, len(ends), sent
+    sent = spelt(one.aligner.teacher, [*prompt, *text.ids])
+    return Found(int(paired[sampled].sum()), sum(sampled), right, len(ends), sent)
 
 
-def cells(loaded: Loaded, student: str, teacher: str) -> Iterator[tuple[float, float]]:
-    """(coverage, coverage of ends), before and after."""
-    for one in (Before(loaded, student, teacher), teacher_of(loaded, student, teacher)):
-        found = [r for told in CONVERSATIONS.values() if (r := scored(loaded, student, told, one)) is not None]
-        values, tokens, ended, ends = (sum(r[k] for r in found) for k in range(4))
-        yield values / tokens, ended / ends
+def shares(results: dict[str, Found]) -> tuple[str, str]:
+    """Coverage, and coverage of ends, over the conversations."""
+    some = [f for kind, f in results.items() if kind in CONVERSATIONS]
+    values, tokens, right, ends = (sum(getattr(f, n) for f in some) for n in ("values", "tokens", "right", "ends"))
+    return f"{values / tokens:.2f}", f"{right / ends:.2f}"
 
 
-def pairs(loaded: Loaded) -> None:
+def pairs(loaded: Loaded, measured: Measured) -> None:
     names = list(loaded)
-    numbered = {(s, t): list(cells(loaded, s, t)) for s in names for t in names}
     for k, what in ((0, "coverage"), (1, "ends of turn with the value of a token that the template writes there")):
-        print(f"\n{what}, after (before where it was another); columns are teachers\n")
+        print(f"\n{what}; columns are teachers (in brackets: before, where it was another)\n")
         print("| student | " + " | ".join(names) + " |")
         print("|---|" + "---|" * len(names))
         for s in names:
             row = []
             for t in names:
-                before, after = (f"{values[k]:.2f}" for values in numbered[s, t])
-                row.append(after if before == after else f"{after} ({before})")
+                after, *before = (shares(results)[k] for results in measured[s, t])
+                row.append(f"{after} ({before[0]})" if before and before[0] != after else after)
             print(f"| {s} | " + " | ".join(row) + " |")
 
 
-def natives(loaded: Loaded) -> None:
-    print("| teacher | " + " | ".join(CONVERSATIONS) + " | doubled ends |")
-    print("|---|" + "---|" * (len(CONVERSATIONS) + 1))
+def natives(loaded: Loaded, measured: Measured) -> None:
+    conversations = {**CONVERSATIONS, **PROMPTS}
+    print("\n| teacher | " + " | ".join(conversations) + " | doubled ends |")
+    print("|---|" + "---|" * (len(conversations) + 1))
     for t, (tokenizer, chat) in loaded.items():
-        counts = {name: [0, 0, 0] for name in CONVERSATIONS}
-        doubled, end = [0, 0], spelt(tokenizer.tokens, [chat.end_of_turn])
+        end = spelt(tokenizer.tokens, [chat.end_of_turn])
         ends = [tokenizer.tokens.names[i].encode() for i in sorted(tokenizer.tokens.eos_ids)]
-        for s in loaded:
-            if s == t:
-                continue
-            for k, one in enumerate((teacher_of(loaded, s, t), Before(loaded, s, t))):
-                for name, told in CONVERSATIONS.items():
-                    found = scored(loaded, s, told, one)
-                    if found is None:
-                        continue
-                    sent = found[4]
-                    doubled[k] += sum(sent.count(a + b) for a in ends for b in ends)
-                    if chat.turns.closed_by == "the next role" and told.ended:
-                        sent = sent.removesuffix(end)
-                    counts[name][k] += native(chat, told).startswith(sent)
-                    counts[name][2] += k == 0
-        row = [f"{after} of {n} ({before})" if n else "not shown" for after, before, n in counts.values()]
-        print(f"| {t} | " + " | ".join(row) + f" | {doubled[0]} ({doubled[1]}) |", flush=True)
+        ways = [
+            [results[k] for (s, other), results in measured.items() if other == t != s]
+            for k in range(len(measured[t, t]))
+        ]
+        row = []
+        for kind, told in conversations.items():
+            counts = [_written(chat, told, end, [r[kind].sent for r in way if kind in r]) for way in ways]
+            n = sum(kind in results for results in ways[0])
+            row.append(f"{counts[0]} of {n}{''.join(f' ({c})' for c in counts[1:])}" if n else "not shown")
+        doubled = [
+            sum(f.sent.count(a + b) for r in way for f in r.values() for a in ends for b in ends) for way in ways
+        ]
+        print(f"| {t} | {' | '.join(row)} | {doubled[0]}{''.join(f' ({d})' for d in doubled[1:])} |", flush=True)
+
+
+def _written(chat: Chat, told: Conversation, end: bytes, sent: Sequence[bytes]) -> int:
+    """How many of these texts are what the template writes, up to the end of the last turn."""
+    if not sent:
+        return 0
+    closed = chat.turns.closed_by == "the next role" and told.ended
+    whole = native(chat, told)
+    return sum(whole.startswith(text.removesuffix(end) if closed else text) for text in sent)
+
+
+ENVIRONMENT = """from slime_tandem.types import Message
+
+
+def asks_again(prompt, chat):
+    return [Message("user", "And then? <end_of_turn>")]
+"""
+
+
+def run(root: Path) -> None:
+    """One job, and its teacher's requests looked at."""
+    from slime_tandem.config import RunConfig
+    from slime_tandem.distill.panel import TeacherPanel
+    from slime_tandem.local.run import train
+
+    student = families.make_model("glm4", root, seed=1, kind="qwen3")
+    teacher = families.make_model("gemma3", root, seed=2, kind="llama")
+    (root / "asks_again.py").write_text(ENVIRONMENT, encoding="utf-8")
+    sys.path.insert(0, str(root))
+    sent: list[list[int]] = []
+    score = TeacherPanel.score
+
+    async def watched(self: TeacherPanel, samples: Any, *args: Any, **more: Any) -> Any:
+        sent.extend(list(one._plan(s, self.scoring).request.input_ids) for one in self.teachers for s in samples)
+        return await score(self, samples, *args, **more)
+
+    TeacherPanel.score = watched  # type: ignore[method-assign]
+    tree = {
+        "name": "gemma-teaches-glm",
+        "runs_dir": str(root / "runs"),
+        "models": {"senior": str(student), "teacher": str(teacher)},
+        "engine": {"cache_tokens": 8192},
+        "tandem": {"enabled": False},
+        "opd": {"enabled": True},
+        "control": False,
+        "eval": {"prompts": 1, "tandem": False},
+        "sampling": {"max_new_tokens": 60},
+        "train": {"steps": 5, "prompts_per_step": 4, "samples_per_prompt": 4, "threads": 1},
+        "tasks": [{"family": "chain_sum", "environment": "asks_again:asks_again"}],
+    }
+    train(RunConfig.from_mapping(tree))
+    tokens = ModelTokenizer.load(teacher)
+    end, eos, begin = (tokens.hf.convert_tokens_to_ids(t) for t in ("<end_of_turn>", "<eos>", "<start_of_turn>"))
+    rows = (root / "runs" / "gemma-teaches-glm" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    names = ("opd/eos_coverage", "opd/coverage", "opd/failed_samples", "opd/unread_roles")
+    print(f"\n| step | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    for row in map(json.loads, rows):
+        print(f"| {row['step']} | {' | '.join(f'{row[name]:.3f}' for name in names)} |")
+    doubled = sum(pair == (end, end) for ids in sent for pair in itertools.pairwise(ids))
+    unlike = sum(ids.count(end) not in (ids.count(begin) - 1, ids.count(begin)) for ids in sent)
+    turns, ends, foreign = (sum(ids.count(token) for ids in sent) for token in (begin, end, eos))
+    print(f"\n{len(sent)} texts sent, {turns} turns in them, {ends} ends of turn, {doubled} of them doubled; {foreign} <eos>; "
+          f"{unlike} texts with another number of ends than of closed turns")  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["facts", "pairs", "native"])
+    parser.add_argument("command", choices=["facts", "pairs", "native", "tables", "run"])
     parser.add_argument("--small", action="store_true", help="small vocabularies for all families")
+    parser.add_argument("--before", action="store_true", help="also the way before, in brackets")
     parser.add_argument("--root", type=Path, help="folder to keep the tokenizers in (default: a temporary one)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = args.root or Path(temporary)
+        if args.command == "run":
+            run(root)
+            return
         loaded = load_all(root, small=args.small)
-        if args.command == "facts":
+        if args.command in ("facts", "tables"):
             facts(loaded, small=args.small)
-        elif args.command == "pairs":
-            pairs(loaded)
-        else:
-            natives(loaded)
+        if args.command != "facts":
+            measured = measure(loaded, before=args.before)
+            if args.command != "native":
+                pairs(loaded, measured)
+            if args.command != "pairs":
+                natives(loaded, measured)
 
 
 if __name__ == "__main__":

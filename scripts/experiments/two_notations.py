@@ -14,20 +14,24 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import yaml
+from questions import student
 
-from slime_tandem.models.builtin import RECIPES, TASK, Recipe, pretrain, sample
+from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain, sample
 from slime_tandem.models.hf import load_model, load_tokenizer
 from slime_tandem.models.worksheet import other_notation_share
+from slime_tandem.report.statistics import holm
 from slime_tandem.tasks.families import TaskSet
 
 ROOT = Path(__file__).parents[2]
@@ -71,44 +75,92 @@ def cases(seeds: Sequence[int], few: Sequence[int]) -> Iterator[Case]:
     """The protocol's, the main comparison first."""
     yield from (Case(seed, arm) for seed in seeds for arm in ARMS)
     main = ("tandem + teacher", "solo GRPO")
-    yield from (Case(seed, arm, dose) for seed in few for dose in (*DOSES, None) for arm in main)
+    yield from (Case(seed, arm, dose) for seed in few for dose in (None, *DOSES) for arm in main)
+
+
+def start_models(case: Case, cache: Path, *, tiny: bool) -> Path:
+    """The folder of the case's three models. With another dose the junior alone is another: the rest is dose 0's, copied."""
+    recipe = case.recipe(tiny)
+    if not case.dose or (final := cache / recipe.key).is_dir():
+        return pretrain(cache, print, recipe)
+    base = pretrain(cache, print, dataclasses.replace(case, dose=0.0).recipe(tiny))
+    with tempfile.TemporaryDirectory(prefix=".dose-", dir=cache) as name:
+        making = Path(name) / "models"
+        shutil.copytree(base, making)
+        shutil.rmtree(making / "junior")
+        make_model("junior", recipe, making, print)
+        record = json.loads((making / "recipe.json").read_text(encoding="utf-8"))
+        record["recipe"] = dataclasses.asdict(recipe)
+        record["models"]["junior"] = json.loads((making / "junior" / "measured.json").read_text(encoding="utf-8"))
+        (making / "recipe.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        making.rename(final)
+    return final
 
 
 def train(case: Case, folder: Path, *, tiny: bool, steps: int | None) -> dict[str, Any]:
-    """The line of one training; what is there already of it is not done again."""
-    models = pretrain(folder / "models", print, case.recipe(tiny))
+    """The line of one training; what is there already of it is not done again.
+
+    The control meets no junior in training, so that its weights do not depend on the dose: they are trained once a seed, and
+    with the other juniors evaluated alone (a run of no steps).
+    """
+    models = start_models(case, folder / "models", tiny=tiny)
+    made = json.loads((models / "recipe.json").read_text(encoding="utf-8"))["models"]
     tree = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     roles = {"senior": "senior", "junior": "senior" if case.dose is None else "junior", "teacher": "teacher"}
     tree |= {"name": case.name, "seed": case.seed, "control": False, "runs_dir": str(folder / "runs")}
     tree["models"] = {role: str(models / name) for role, name in roles.items()}
     tree["train"] = {**tree["train"], "threads": 1} | ({} if steps is None else {"steps": steps})
     tree["eval"] = {**tree["eval"], "tandem": True} | ({"prompts": 8} if tiny else {})
+    trained = None
+    if case.arm == "solo GRPO":
+        others = (dataclasses.replace(case, dose=dose) for dose in (0.0, None, *DOSES) if dose != case.dose)
+        trained = next((c for c in others if _finished(folder / "runs" / c.name, tree["train"]["steps"])), None)
+    if trained is not None:
+        tree["models"]["senior"] = str(folder / "runs" / trained.name / "senior")
+        tree["train"]["steps"] = 0
     for section, values in ARMS[case.arm].items():
         # What another setting makes void may not be set.
         kept = {} if values.get("enabled") is False else tree.get(section, {})
         tree[section] = {**kept, **values}
     config = folder / f"{case.name}.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
-    with (folder / f"{case.name}.log").open("w") as log:
-        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    if code:
-        raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
     run = folder / "runs" / case.name
-    before, after = (json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines())
+    if _steps(run) != tree["train"]["steps"]:
+        command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
+        with (folder / f"{case.name}.log").open("w") as log:
+            code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+        if code:
+            raise SystemExit(f"{case.name}: exit code {code}; see {folder / case.name}.log")
+    evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    if trained is not None:
+        # The start with this junior was evaluated by the main job, whose line comes before this one.
+        main = dataclasses.replace(case, arm="tandem + teacher").name
+        start = (folder / "runs" / main / "eval.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        evaluations.insert(0, json.loads(start) | {"eval/teacher_kl": None})
+    before, after = evaluations
     tasks = TaskSet([TASK], seed=0)
     texts = sample(
         load_model(run / "senior"), load_tokenizer(run / "senior"), tasks.heldout_prompts(8 if tiny else 256), 64
     )
     shares = [share for text in texts if not math.isnan(share := other_notation_share(text))]
-    made = json.loads((models / "recipe.json").read_text(encoding="utf-8"))["models"]
     return {
         **dataclasses.asdict(case),
-        "steps": after["step"],
+        "steps": _steps(run if trained is None else folder / "runs" / trained.name),
         "start_accuracy": {role: made[role]["accuracy"] for role in ("senior", "junior", "teacher")},
         "other_notation": round(fmean(shares), 4) if shares else None,
         **{f"{m}_{when}": row[f"eval/{m}"] for when, row in (("before", before), ("after", after)) for m in METRICS},
     }
+
+
+def _steps(run: Path) -> int | None:
+    """Steps that a run had done at its last evaluation; None before one."""
+    path = run / "eval.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else None
+
+
+def _finished(run: Path, steps: int) -> bool:
+    return steps > 0 and _steps(run) == steps
 
 
 def run(args: argparse.Namespace) -> None:
@@ -120,7 +172,12 @@ def run(args: argparse.Namespace) -> None:
         if out.exists()
         else set()
     )
-    todo = [case for case in cases(args.seeds, args.dose_seeds) if case not in done]
+    doses = [None if d == "self" else float(d) for d in args.doses or ()]
+    todo = [
+        case
+        for case in cases(args.seeds, args.dose_seeds)
+        if case not in done and (not args.arms or case.arm in args.arms) and (not doses or case.dose in doses)
+    ]
     with ThreadPoolExecutor(args.jobs) as pool, out.open("a", encoding="utf-8") as file:
         futures = [pool.submit(train, case, folder, tiny=args.tiny, steps=args.steps) for case in todo]
         for case, future in zip(todo, futures, strict=True):
@@ -131,10 +188,8 @@ def run(args: argparse.Namespace) -> None:
 
 def interval(values: Sequence[float]) -> str:
     """Mean with Student's 95 % interval over seeds."""
-    from scipy.stats import t
-
-    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{fmean(values):+.3f} ({fmean(values) - half:+.3f}, {fmean(values) + half:+.3f})"
+    mean, low, high, _ = student(values)
+    return f"{mean:+.3f} ({low:+.3f}, {high:+.3f})"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -159,17 +214,43 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             both = [(found.get(Case(s, one)), found.get(Case(s, other))) for s in seeds]
             cells.append(interval([a[key] - b[key] for a, b in both if a and b]))
         lines.append(f"| {one} less {other} | {' | '.join(cells)} |")
-    lines += ["", "| the junior's share of the second notation | seeds | tandem accuracy: main job | control | difference |",
-              "|---|---|---|---|---|"]  # fmt: skip
+    return "\n".join([*lines, "", *dose_table(found)])
+
+
+def dose_table(found: dict[Case, dict[str, Any]]) -> list[str]:
+    """Main job less control in tandem accuracy by the junior's share, p-values corrected together, and the trend."""
     few = sorted({c.seed for c in found if c.dose != 0})
+    by_dose: dict[float | None, dict[int, tuple[float, float]]] = {}
     for dose in (0.0, *DOSES, None):
-        both = [(found.get(Case(s, "tandem + teacher", dose)), found.get(Case(s, "solo GRPO", dose))) for s in few]
-        values = [(a["tandem_accuracy_after"], b["tandem_accuracy_after"]) for a, b in both if a and b]
+        pairs = {s: (found.get(Case(s, "tandem + teacher", dose)), found.get(Case(s, "solo GRPO", dose))) for s in few}
+        values = {s: (a["tandem_accuracy_after"], b["tandem_accuracy_after"]) for s, (a, b) in pairs.items() if a and b}
         if values:
-            told = [", ".join(f"{v[i]:.3f}" for v in values) for i in (0, 1)]
-            name = "the start senior itself" if dose is None else f"{dose:.0%}"
-            lines.append(f"| {name} | {len(values)} | {told[0]} | {told[1]} | {interval([a - b for a, b in values])} |")
-    return "\n".join(lines)
+            by_dose[dose] = values
+    if len(by_dose) < 2:
+        return []
+    lines = [
+        "| junior's share of the second notation | tandem accuracy after: main job | control | difference | p | p by Holm |",
+        "|---|---|---|---|---|---|",
+    ]
+    tested = [student([a - b for a, b in values.values()]) for values in by_dose.values()]
+    corrected = holm([p for *_, p in tested]) if all(p == p for *_, p in tested) else [math.nan] * len(tested)
+    for (dose, values), (*_, p), by_holm in zip(by_dose.items(), tested, corrected, strict=True):
+        told = [", ".join(f"{v[i]:.3f}" for v in values.values()) for i in (0, 1)]
+        name = "the start senior itself" if dose is None else f"{dose:.0%}"
+        difference = interval([a - b for a, b in values.values()])
+        lines.append(f"| {name} | {told[0]} | {told[1]} | {difference} | {p:.3f} | {by_holm:.3f} |")
+    blocks = [
+        [by_dose[dose][s][0] - by_dose[dose][s][1] for dose in (0.0, *DOSES)]
+        for s in few
+        if all(s in by_dose.get(dose, {}) for dose in (0.0, *DOSES))
+    ]
+    if len(blocks) > 1:
+        from scipy.stats import page_trend_test
+
+        # Ranks must rise with the last column for a large statistic: the difference is expected to fall with the dose.
+        test = page_trend_test(blocks, predicted_ranks=[5, 4, 3, 2, 1], method="exact")
+        lines += ["", f"Page's trend test, {len(blocks)} seeds: L = {test.statistic:.0f}, p = {test.pvalue:.4f}."]
+    return lines
 
 
 def main() -> None:
@@ -180,6 +261,8 @@ def main() -> None:
     doing.add_argument("--work", default="runs/two-notations", help="models, runs and logs (default: %(default)s)")
     doing.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     doing.add_argument("--dose-seeds", type=int, nargs="*", default=[1, 2, 3])
+    doing.add_argument("--arms", nargs="*", choices=list(ARMS), help="these alone (default: all)")
+    doing.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
     doing.add_argument("--jobs", type=int, default=2)
     doing.add_argument("--steps", type=int, help="other than the configuration's")
     doing.add_argument("--tiny", action="store_true")

@@ -113,6 +113,12 @@ def settings(a, urls):
     return {"slime_tandem": tree}
 
 
+def set_to(a, name, default):
+    """What --set says of a setting."""
+    found = [item.partition("=")[2] for item in a.set if item.partition("=")[0] == name]
+    return found[-1] if found else default
+
+
 def server_flags(a):
     """Flags of SGLang that hold for every server of the run."""
     if a.cpu:
@@ -177,7 +183,8 @@ def slime_flags(a, config):
         "--rollout-shuffle", "--num-rollout", a.steps, "--rollout-batch-size", a.prompts_per_step,
         "--n-samples-per-prompt", a.group, "--global-batch-size", a.prompts_per_step * a.group // a.updates,
         "--rollout-max-response-len", a.max_tokens, "--rollout-temperature", 1.0,
-        "--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28, "--entropy-coef", 0.0,
+        "--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28,
+        "--entropy-coef", set_to(a, "objective.entropy_coef", 0.0),
         "--disable-grpo-std-normalization", "--use-rollout-logprobs",
         "--optimizer", "adam", "--lr", a.lr, "--lr-decay-style", "constant", "--override-opt-param-scheduler",
         "--weight-decay", 0.0,

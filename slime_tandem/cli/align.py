@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     from slime_tandem.distill.conversation import aligner_of
     from slime_tandem.distill.show import coloured, coverage_table, reasons_line
-    from slime_tandem.distill.teacher import describe_special
+    from slime_tandem.distill.teacher import describe_special, read_turn
     from slime_tandem.models.text_tokenizer import load_response, load_text_tokenizer, sample_ids
 
     flags.at_least("--limit", args.limit)
@@ -63,8 +63,12 @@ def run(args: argparse.Namespace) -> int:
     teacher = load_text_tokenizer(args.teacher, cache, trust_remote_code=trust)
     text = SAMPLE if args.file is None else _read_text(args.file)
     ids = load_response(text, args.file) if args.ids else sample_ids(student, text)
-    aligner = aligner_of(student.tokens, teacher.tokens, teacher.markup, args.thinking)
-    aligned = aligner.align(aligner.write(ids, teacher.encode))
+    if student.chat and teacher.chat:
+        aligner, written = read_turn(student.chat, teacher.chat, ids, args.thinking)
+    else:
+        aligner = aligner_of(student.tokens, teacher.tokens, teacher.markup, args.thinking)
+        written = aligner.write(ids, teacher.encode)
+    aligned = aligner.align(written)
     console = Console(highlight=False, soft_wrap=True)
     for role, tokenizer in (("student", student), ("teacher", teacher)):
         found = tokenizer.chat.lines() if tokenizer.chat else ["no chat template: ends of turn go by names of tokens"]

@@ -20,7 +20,6 @@ def add(commands: flags.Commands) -> None:
         metavar="SECTION",
         nargs="?",
         const="",
-        default=argparse.SUPPRESS,
         help="print every setting of a section, or of all, with its default and what it does",
     )
     flags.add_set(parser, "overrides")
@@ -43,7 +42,7 @@ def add(commands: flags.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree; with --list what there is to set; with --slime write the launch's files and print its shell text."""
-    if "list" in args:
+    if args.list is not None:
         print(flags.settings_text(args.list))
         return 0
     sized: list[str] = []

@@ -66,6 +66,7 @@ from slime_tandem.config.tandem import (
     StrategyName,
     TandemConfig,
 )
+from slime_tandem.config.tracking import Reporter, TrackingConfig
 
 __all__ = [
     "ENTRIES",
@@ -96,6 +97,7 @@ __all__ = [
     "Probability",
     "RatioLevel",
     "Reduction",
+    "Reporter",
     "RewardConfig",
     "RolloutWeights",
     "RunConfig",
@@ -116,6 +118,7 @@ __all__ = [
     "TeacherSpec",
     "TextMarkers",
     "Thinking",
+    "TrackingConfig",
     "TrainConfig",
     "choices_of",
     "fields_of",

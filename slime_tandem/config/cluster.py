@@ -54,7 +54,11 @@ class ClusterConfig(Section):
         description="slime: its policy_loss and advantages with their flags, without a teacher (docs/slime.md, recipe 1); own: "
         "this package's, with everything in `objective`",
     )
-    reward: str | None = Field(None, description="slime's --rm-type; null: this package scores the task")
+    reward: str | None = Field(
+        None,
+        description="slime's --rm-type, or a function of slime's signature as module.function (its --custom-rm-path); null: "
+        "this package scores the task",
+    )
     layer_spec: Literal["transformer_engine", "own"] = Field(
         "transformer_engine", description="own: layers without Transformer Engine, for machines that lack it"
     )

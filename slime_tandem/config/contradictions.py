@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from slime_tandem.config.sections import Sections
 from slime_tandem.config.serving import ServedModel
+from slime_tandem.config.tracking import TrackingConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.extensions import is_own
 
@@ -33,6 +34,16 @@ def _fused(c: Sections) -> bool:
 
 def _truncated(c: Sections, replay: str) -> bool:
     return c.sampling.truncates and _trains(c) and c.sampling.truncation_replay == replay
+
+
+def _read_by(name: str, *trackers: str) -> Rule:
+    """A setting of `tracking` that none but some trackers read."""
+    return Rule(
+        f"tracking.{name}",
+        lambda c: getattr(c.tracking, name) != getattr(TrackingConfig(), name) and not {*trackers} & {*c.report_to},
+        lambda c: f"{' or '.join(trackers)} in report_to, which reads it",
+        "remove it, or add that to report_to",
+    )
 
 
 def _by_reference(c: Sections) -> bool:
@@ -119,6 +130,9 @@ BEFORE_MISUSE: tuple[Rule, ...] = (
         lambda c: "opd.enabled=true with opd.coef above 0, else there is nothing to learn from",
         "raise objective.reward_coef, or switch opd on",
     ),
+    _read_by("project", "wandb", "trackio"),
+    _read_by("entity", "wandb"),
+    _read_by("mode", "wandb"),
     Rule(
         "tandem.junior_token_loss_weight",
         lambda c: c.tandem.enabled and c.tandem.junior_token_loss_weight > 0 and c.sampling.temperature != 1.0,

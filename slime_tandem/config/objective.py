@@ -82,7 +82,7 @@ class ObjectiveConfig(Section):
     entropy_coef: float = Field(
         0.0,
         ge=0.0,
-        description="weight of an entropy bonus: the entropy of the senior's full distribution where it learns, taken off the loss",
+        description="weight of an entropy bonus: entropy of the senior's full distribution where it learns, off the loss",
     )
     lambda_jun: float = Field(
         0.0,

@@ -51,7 +51,7 @@ def own_settings(section: type[Section]) -> list[str]:
     """Names of the settings of a section that are no section themselves.
 
     >>> own_settings(RunConfig)
-    ['name', 'runs_dir', 'seed', 'control']
+    ['name', 'runs_dir', 'seed', 'tasks', 'control']
     """
     return [field for field, info in section.model_fields.items() if not _section_of(info.annotation)]
 
@@ -87,7 +87,7 @@ def _values(info: FieldInfo) -> str:
     'whole number, at least 0, below 2^63'
     """
     if named := [item for item in info.metadata if isinstance(item, Named)]:
-        return ", ".join(f"`{name}`" for name in named[0].names) + " or `module:attribute`"
+        return _named(named[0])
     kind, null, _ = _kind(info.annotation).partition(_OR_NULL)
     return ", ".join([kind, *_bounds(info.metadata)]) + null
 
@@ -97,7 +97,7 @@ def _kind(annotation: Any) -> str:
     if origin is Annotated:
         inner, *metadata = args
         if named := [item for item in metadata if isinstance(item, Named)]:
-            return ", ".join(f"`{name}`" for name in named[0].names) + " or `module:attribute`"
+            return _named(named[0])
         constraints = [m for item in metadata for m in getattr(item, "metadata", [item])]
         return ", ".join([_kind(inner), *_bounds(constraints)])
     if origin is Literal:
@@ -108,6 +108,10 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         return "list, below" if _section_of(args[0]) else f"list: {_kind(args[0])}"
     return "mapping" if origin is dict else _NAMES[annotation]
+
+
+def _named(named: Named) -> str:
+    return " or ".join([", ".join(f"`{name}`" for name in named.names), *(f"`{form}`" for form in named.forms)])
 
 
 def _bounds(metadata: list[Any]) -> list[str]:

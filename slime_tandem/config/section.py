@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import core_schema
 
 from slime_tandem.errors import ConfigError
-from slime_tandem.extensions import is_own
+from slime_tandem.extensions import is_own, is_url
 
 LARGEST = 2**31 - 1
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -23,10 +23,17 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 class Named:
     """Marks a setting (`Annotated[str, Named(names)]`) that names code: a built-in name, or a user's own as `module:attribute`.
 
-    The form alone is checked here; whoever uses the setting imports it (`extensions.find`).
+    The form alone is checked here; whoever uses the setting imports it (`extensions.find`). `urls`: a server's address will do,
+    too.
     """
 
     names: tuple[str, ...]
+    urls: bool = False
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """What it may be beside a built-in name."""
+        return ("module:attribute", "http://host/path") if self.urls else ("module:attribute",)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_before_validator_function(self.check, handler(source))
@@ -35,12 +42,14 @@ class Named:
         """The value itself; raises ConfigError, without the setting's name, for anything but a name."""
         if value in self.names or (isinstance(value, str) and is_own(value)):
             return value
+        if self.urls and isinstance(value, str) and is_url(value):
+            return _server(value)
         *most, last = map(repr, self.names)
         close = difflib.get_close_matches(str(value), self.names, n=1)
         raise ConfigError(
             "",
             value,
-            (f"one of {', '.join(most)} or {last}, or" if most else f"{last} or") + " module:attribute",
+            (f"one of {', '.join(most)} or {last}, or " if most else f"{last} or ") + " or ".join(self.forms),
             f"did you mean {close[0]!r}?" if close else "choose one of these",
         )
 
@@ -128,6 +137,19 @@ def _as_yaml(default: object) -> object:
     if default is None:
         return "null"
     return list(default) if isinstance(default, tuple) else default
+
+
+def _server(value: str) -> str:
+    """A URL that requests go to; raises ConfigError, without the setting's name, for one that is none or holds a secret."""
+    try:
+        http_url(value)
+        parts = urlsplit(value)
+    except ValueError:
+        raise ConfigError("", value, "a URL such as http://127.0.0.1:8000/score", "correct it") from None
+    if parts.username is not None or parts.password is not None:
+        remedy = "put the key into a variable, and name that by reward.api_key_env"
+        raise ConfigError("", "(not shown)", "a URL without user and password", remedy)
+    return value
 
 
 def http_url(value: str | None) -> str | None:

@@ -13,7 +13,8 @@ from slime_tandem.config.opd import OpdConfig
 from slime_tandem.config.section import Named, Section
 from slime_tandem.config.serving import ServingConfig
 from slime_tandem.config.tandem import SamplingConfig, StrategyName, TandemConfig
-from slime_tandem.extensions import is_own
+from slime_tandem.config.tracking import Reporter, TrackingConfig
+from slime_tandem.extensions import is_own, is_url
 
 AnswerKind = Literal["number", "math", "text", "choice"]
 """What a task's labels are; docs/extending.md says when an answer is one."""
@@ -76,10 +77,17 @@ class TaskSpec(Section):
         "refuse",
         description="bad rows of a prompt file: the first is refused with line and reason, or all are skipped and counted",
     )
-    reward: Annotated[str, Named(("label",))] | None = Field(
+    reward: Annotated[str, Named(("label",), urls=True)] | None = Field(
         None,
-        description="what scores a response: label (its answer is the prompt's label), or a function of your own as "
-        "module:attribute (prompts then need no label); null: the family's own scorer",
+        description="what scores a response: label (its answer is the prompt's label), a function of your own as "
+        "module:attribute, or a server of your own by its URL (prompts then need no label); null: the family's own scorer "
+        "(docs/extending.md)",
+    )
+    reward_weights: dict[str, float] | None = Field(
+        None,
+        min_length=1,
+        description="with a reward of named parts: what each counts in the sum, 0: measured alone; names all of them; null: 1 "
+        "each",
     )
     answer: AnswerKind | None = Field(
         None,
@@ -143,6 +151,12 @@ class TaskSpec(Section):
             raise ValueError("`answer_format` is of the reward `label`, and this task's is another; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _weights_go_with_parts(self) -> TaskSpec:
+        if self.reward_weights is not None and not self.scored_by_own:
+            raise ValueError("`reward_weights` is for a reward of your own with named parts; leave it out")
+        return self
+
     @field_validator("answer_format")
     @classmethod
     def _format_is_known(cls, value: str | None) -> str | None:
@@ -166,24 +180,54 @@ class TaskSpec(Section):
         return self.reward == "label" or (self.reward is None and self.family == "jsonl")
 
     @property
+    def scored_by_own(self) -> bool:
+        """Whether code or a server of the user's says what a response is worth."""
+        return is_own(self.family) if self.reward is None else is_own(self.reward) or is_url(self.reward)
+
+    @property
     def tags_its_prompts(self) -> bool:
         """Whether `Prompt.task` is the prompts' own affair, and not the family's name."""
         return self.family == "jsonl" or is_own(self.family)
 
 
 class RewardConfig(Section):
-    """The processes that score answers: what one answer may take. Whatever takes more scores 0 and is counted."""
+    """What scoring a response may take, and what becomes of one that takes more.
+
+    A built-in scorer then gives 0: a model's own text went past the limit. A reward of the user's has failed: nobody knows what
+    the response is worth, and `on_failed_sample` says what to do. Both are counted.
+    """
 
     timeout_s: float = Field(
-        5.0,
-        gt=0.0,
-        le=3600.0,
-        description="seconds of computing that scoring one answer may take; of waiting, too, for code of your own",
+        5.0, gt=0.0, le=3600.0, description="seconds of computing that a built-in scorer may take for one answer"
     )
     memory_mib: int = Field(
         2048, ge=512, le=2**24, description="address space of a scoring process, in MiB; code of your own has no limit"
     )
-    processes: int = Field(2, ge=1, le=256, description="most scoring processes; code of your own has one of its own")
+    processes: int = Field(2, ge=1, le=256, description="most scoring processes; `own_processes` for code of your own")
+    own_timeout_s: float = Field(
+        60.0,
+        gt=0.0,
+        le=86400.0,
+        description="seconds on the wall that a call of your own function may take (of a batch: the whole call), or an answer "
+        "of your server with all repeats",
+    )
+    own_processes: int = Field(
+        1, ge=1, le=256, description="processes that call your own functions; each loads what they load"
+    )
+    own_concurrency: int = Field(
+        64, ge=1, le=4096, description="calls of an async function, or requests to your server, at once"
+    )
+    own_retries: int = Field(
+        3, ge=0, le=100, description="repeats of a request that your server has not answered, or by 429 or 5xx"
+    )
+    api_key_env: str | None = Field(
+        None, min_length=1, description="variable with the key that your server is sent (Authorization: Bearer)"
+    )
+    on_failed_sample: Literal["mask", "stop"] = Field(
+        "mask",
+        description="a response whose own reward failed (raised, too late, no number, no answer): mask takes it out of its "
+        "group and of the task reward, and counts it; stop ends the run; a rollout of which all failed ends it always",
+    )
 
 
 class TrainConfig(Section):
@@ -235,6 +279,12 @@ class EvalConfig(Section):
         ge=1,
         description="`slime-tandem eval`: solo responses per prompt at temperature 1 without truncation, for the drift",
     )
+    start: str | None = Field(
+        None,
+        min_length=1,
+        description="`slime-tandem eval`: the weights that the senior's training started from, as a folder or builtin:<name>; "
+        "measures the drift from them; null: not measured",
+    )
     resamples: int = Field(2000, ge=100, description="`slime-tandem eval`: bootstrap resamples of the prompts")
 
     @field_validator("top_k")
@@ -251,6 +301,11 @@ class Sections(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder under runs_dir")
     runs_dir: str = Field("runs", description="where runs are kept")
     seed: int = Field(0, ge=0, lt=2**63, description="keys every random draw of the run")
+    report_to: tuple[Reporter, ...] = Field(
+        ("tensorboard",),
+        description="who gets the metrics, beside the run's folder: a name or a list; none: nobody (docs/tutorial.md)",
+    )
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     models: ModelsConfig = Field(default_factory=ModelsConfig)
     tasks: tuple[TaskSpec, ...] = Field(
         (TaskSpec(family="chain_sum", config={"min_terms": 2, "max_terms": 2}),),
@@ -271,3 +326,13 @@ class Sections(Section):
     control: bool = Field(
         False, description="also run solo GRPO (no junior, no teacher) from the same start with the same budget"
     )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: object) -> object:
+        """As transformers and TRL take it: a name, `none`, or several names, each once."""
+        if isinstance(value, str):
+            value = () if value == "none" else (value,)
+        if isinstance(value, list | tuple) and len(set(map(str, value))) < len(value):
+            raise ValueError("each name once")
+        return value

@@ -372,7 +372,7 @@ class Aligner:
                     first, last = np.searchsorted(ends, (at, start - 1), side="right")
                     own = s[first : last + 1]
                     piece = own[length[first : last + 1] > 0].tolist()
-                    read = ReadText("", data)
+                    read, piece = self._own(data, piece, lead_at.get(at), encode)
                 else:
                     read = self._read(data, lead_at.get(at), behind_special=behind_special)
                     encoded = encode(read.text)
@@ -410,8 +410,26 @@ class Aligner:
             lambda: self._zones(parts, encode),
         )
 
+    def _own(
+        self, data: bytes, ids: list[int], told: tuple[int, str] | None, encode: Encode
+    ) -> tuple[ReadText, Sequence[int]]:
+        """The student's own ids for a teacher with the same vocabulary; where it is told a begin, the first is cut anew."""
+        same = ReadText("", data)
+        if told is None:
+            return same, ids
+        drop, lead = told
+        first = self.student.of(ids[0]) or b""
+        try:
+            text = lead + first[drop:].decode()
+        except UnicodeDecodeError:  # half a character: it stays as it was sampled
+            return same, ids
+        begin = list(encode(text)) if text else []
+        if len(first) < drop or self.teacher.join(begin) != text.encode():
+            return same, ids
+        return lead_with(ReadText("", data[drop:]), lead, drop), [*begin, *ids[1:]]
+
     def _read(self, data: bytes, told: tuple[int, str] | None, *, behind_special: bool) -> ReadText:
-        """A piece of text for the teacher, with what it is told to read in front, or its tokenizer has behind special tokens."""
+        """A piece of text for the teacher, with what it is told to read in front, or what its tokenizer puts there."""
         if told is not None:
             drop, lead = told
             return lead_with(read_text(data[drop:], self.teacher), lead, drop)

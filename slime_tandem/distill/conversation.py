@@ -16,7 +16,9 @@ from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import MARKERS, Frame, Ids, Markup
 from slime_tandem.types import TandemSample
 
-Kind = Literal["text", "open", "thought", "close", "answer", "end"]
+Kind = Literal["text", "open", "thought", "close", "answer", "between", "end"]
+_LONGEST_HEADER = 48
+"""Tokens that a header within a turn may take: harmony's names a role, a recipient, a channel and a type."""
 
 
 def markup_of(tokens: TokenBytes) -> Markup:
@@ -32,7 +34,9 @@ def aligner_of(student: TokenBytes, teacher: TokenBytes, markup: Markup, thinkin
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens `[start, stop)` of one kind: text, a marker of thinking, thinking, the begin of an answer, the end."""
+    """Tokens `[start, stop)` of one kind: text, a marker of thinking, thinking, the begin of an answer, what stands between
+    two messages of one turn (`Markup.inner`), the end.
+    """
 
     kind: Kind
     start: int
@@ -104,7 +108,7 @@ def _read(
         if here > begin:
             parts.append(Part("thought" if inside else "text", begin, here))
 
-    heads = {m[0] for m in (opening, closing, markup.answer) if m}
+    heads = {m[0] for m in (opening, closing, markup.answer) if m} | markup.inner
     while at < last:
         if ids[at] not in heads or not sampled[at]:
             at += 1
@@ -120,7 +124,13 @@ def _read(
                 at = begin = at + len(marker)
                 break
         else:
-            at += 1
+            if ids[at] not in markup.inner:
+                at += 1
+                continue
+            close_part(at)
+            behind = _behind_header(ids, at, last, markup)
+            parts.append(Part("between", at, behind))
+            at = begin = behind
     close_part(last)
     if ended:
         parts.append(Part("end", last, stop))
@@ -132,6 +142,17 @@ def _read(
     before = tokens.join(ids[start : next((part.start for part in parts if part.kind == "open"), start)])
     thinks = opened or (any(part.kind == "open" for part in parts) and not before.strip())
     return Turn(start, stop, opened, thinks, spelt, tuple(parts))
+
+
+def _behind_header(ids: Sequence[int], at: int, last: int, markup: Markup) -> int:
+    """Where the message begins whose header begins at `at`, the end of the one before first; in a cut one: where it is cut.
+
+    A control token alone, in the middle of text, is a header of its own.
+    """
+    assert markup.think is not None
+    final = markup.think[0][-1]
+    stop = min(last, at + _LONGEST_HEADER)
+    return next((k + 1 for k in range(at, stop) if ids[k] == final), stop if stop == last else at + 1)
 
 
 def _without_empty_thinking(
@@ -223,6 +244,10 @@ class _TurnPlan:
         for n, part in enumerate(parts):
             if part.kind == "answer":
                 self._put(part.start, part.stop, ())
+            elif part.kind == "between":
+                read = {"text"} if drop else {"text", "thought"}
+                apart = 0 < n < len(parts) - 1 and {parts[n - 1].kind, parts[n + 1].kind} <= read
+                self._put(part.start, part.stop, self._ids("\n\n") if apart else ())
             elif drop and part.kind in ("open", "thought", "close"):
                 stop = part.stop
                 if part.kind == "close" and n + 1 < len(parts) and parts[n + 1].kind == "text":
@@ -293,7 +318,7 @@ class _TurnPlan:
             size += len(table.of(ids[at]) or b"")
             at += 1
         if drop and size == drop:  # whole tokens
-            self._put(part.start, at, ())
+            self._put(part.start, at, () if at < part.stop else self._ids(lead))
             drop = 0
         else:
             at = part.start

@@ -21,6 +21,7 @@ from slime_tandem.types import BoolArray, SampleKey, TopLists
 
 OPD_MASK_METRICS = (
     *SELECTION_METRICS, "valid_tokens", "masked_tokens", "unshared_candidates", *(f"overlap_{name}" for name in COMPARED),
+    "end_of_turn", "end_of_turn_kept",
 )  # fmt: skip
 """Names under `selection/`, always all of them; None: nothing to measure."""
 
@@ -43,19 +44,23 @@ def opd_mask(
     lists: Sequence[TopLists | None],
     settings: SelectionConfig,
     banks_before: int = 0,
+    ends: Sequence[BoolArray] | None = None,
 ) -> OpdMask:
     """Choose the tokens of one rollout: `usable` [R] per response may carry the signal, `lists` [R, K] say what they teach.
 
     A usable token whose lists share no entry with a counterpart on both sides cannot be scored: it is masked and counted
     (`selection/masked_tokens`). Without usable tokens everything is masked. `banks_before`: how many rollouts have written
-    a bank of their tokens, with which the published rules' draws advance. Raises DataError where lists are missing for a
+    a bank of their tokens, with which the published rules' draws advance. `ends` [R] per response: its ends of turn, whose
+    part in the choice is reported apart (None: not known). Raises DataError where lists are missing for a
     selector that needs them, and for responses of several rollouts.
     """
     lengths, tokens = [len(u) for u in usable], token_keys(keys, usable)
     able = np.concatenate([*usable, np.zeros(0, dtype=np.bool_)])
     out: dict[str, float | None] = dict.fromkeys(OPD_MASK_METRICS)
+    at_ends = None if ends is None else np.concatenate([*ends, np.zeros(0, dtype=np.bool_)])
     if settings.mask == "full":
-        return _result(lengths, able, out | selection_metrics(able, able, tokens, None) | _counts(able, 0))
+        out |= selection_metrics(able, able, tokens, None) | _counts(able, 0) | _of_ends(able, able, at_ends)
+        return _result(lengths, able, out)
     if len({(k.seed, k.rollout_id) for k in keys}) > 1:
         raise DataError("opd_mask", "several rollouts", "the responses of one", "choose per rollout")
     if not able.any():
@@ -78,6 +83,7 @@ def opd_mask(
 
     chosen = choose(settings.mask)
     out |= selection_metrics(chosen, valid, tokens, scores) | _counts(valid, int((able & ~known).sum()))
+    out |= _of_ends(chosen, valid, at_ends)
     entries = np.concatenate([scored.student_ids[able], scored.teacher_ids[able]])
     out["unshared_candidates"] = float((entries < 0).mean())
     out |= {f"overlap_{name}": overlap(chosen, choose(name)) for name in COMPARED}
@@ -91,6 +97,17 @@ def _own_scores(lists: TopLists, valid: BoolArray, tokens: TokenKeys, settings: 
 
 def _counts(valid: BoolArray, masked: int) -> dict[str, float | None]:
     return {"valid_tokens": float(valid.sum()), "masked_tokens": float(masked)}
+
+
+def _of_ends(chosen: BoolArray, valid: BoolArray, ends: BoolArray | None) -> dict[str, float | None]:
+    """The share of ends of turn in what was chosen, and of valid ends of turn that were."""
+    if ends is None:
+        return {}
+    kept, there = int((chosen & ends).sum()), int((valid & ends).sum())
+    return {
+        "end_of_turn": kept / n if (n := int(chosen.sum())) else None,
+        "end_of_turn_kept": kept / there if there else None,
+    }
 
 
 def _result(lengths: Sequence[int], chosen: BoolArray, metrics: dict[str, float | None]) -> OpdMask:

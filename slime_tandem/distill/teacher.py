@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from slime_tandem.errors import (
 from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest, GenerateResult, same_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.turns import Frame, Markup, Turns
-from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, TandemSample
+from slime_tandem.types import AlignedScores, FloatArray, IntArray, Message, Prompt, SampleKey, TandemSample
 
 StudentTop = CandidateLists | Sequence[Mapping[int, float]]
 """A student's top-K at each response position [R], nats: as arrays, or as {id: log-prob}."""
@@ -385,6 +385,11 @@ class Teacher:
         if (sample.prompt.tools and not turns.tools) or (calls and not turns.tool_calls):
             missing = "tools" if sample.prompt.tools and not turns.tools else "tool_calls"
             raise UnreadToolsError(where, missing, "a template that shows them", "take a teacher whose template does")
+        if turns.tool_after_call and any(part and part[0].role == "tool" for part in sample.inserted_messages):
+            expected = (
+                "a call of that tool before it, which this teacher's template demands and the sampled turn is not"
+            )
+            raise UnreadToolsError(where, "a tool's message behind plain text", expected, "take another teacher")
 
     def _plan(self, sample: TandemSample, scoring: Scoring) -> _Plan:
         prompt, text = self.conversation(sample)
@@ -436,6 +441,16 @@ class _View:
         wanted = missing_on(self.student, self.known, same.student_of, at, partner)
         rid = self.plan.request.rid.replace("score", "top", 1)
         return ExactQuery(rid, self.sample.prompt_ids, self.sample.response_ids, wanted, self.sample.key.name)
+
+
+def read_turn(
+    student: ChatTemplate, teacher: ChatTemplate, ids: Sequence[int], thinking: Thinking = "keep"
+) -> tuple[Aligner, TeacherText]:
+    """A response to some question [R], as a teacher reads it behind its own prompt: what `Teacher.score` would send."""
+    one = Teacher.by_template(cast("Engine", None), student, teacher, thinking)  # nothing is asked
+    n, prompt = len(ids), Prompt("turn", (Message("user", "x"),), None, "turn")
+    sample = TandemSample(SampleKey(0, 0, 0), 0, prompt, (), tuple(ids), (1,) * n, (0.0,) * n, "stop", "", ())
+    return one.aligner, one.conversation(sample)[1]
 
 
 def response_log_probs(result: GenerateResult, response: Sequence[int], role: str = "teacher") -> FloatArray:

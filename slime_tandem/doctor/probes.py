@@ -125,7 +125,8 @@ def end_of_turn(samples: Sequence[TandemSample], cap: int) -> Finding:
 
 def reward_signal(scored: Sequence[ScoredSample], specs: Sequence[TaskSpec] = ()) -> Finding:
     """Whether some group has something to learn from; where all rewards are equal, why (`first_look`)."""
-    rewards, groups = [s.reward for s in scored], [s.sample.group_id for s in scored]
+    scored = [s for s in scored if s.reward is not None]  # `rollout` has said why others have none
+    rewards, groups = [s.reward or 0.0 for s in scored], [s.sample.group_id for s in scored]
     flat = group_advantages(rewards, groups)[1]
     detail = f"reward {np.mean(rewards):.3f}; {flat:.0%} of {len(set(groups))} groups have equal rewards"
     cause = why_equal(specs, looks(scored)) if specs else None

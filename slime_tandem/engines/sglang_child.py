@@ -60,7 +60,8 @@ def main() -> None:
     load_plugins()
     server_args = launch_server.prepare_server_args(sys.argv[1:])
     if key is not None:
-        server_args.api_key = HiddenKey(key)
+        # Past `__setattr__`: SGLang 0.5.17 lets nobody assign behind its parser.
+        object.__setattr__(server_args, "api_key", HiddenKey(key))
     try:
         launch_server.run_server(server_args)
     finally:

@@ -19,11 +19,13 @@ from slime_tandem.objective.kl import kl_estimate
 from slime_tandem.report.statistics import Estimate, Ratio, pass_at_k, pass_ks
 from slime_tandem.types import FloatArray, TandemSample
 
-Part = Literal["solo", "handoff", "drift", "legibility"]
+Part = Literal["solo", "handoff", "transfer", "drift", "start", "legibility"]
 TITLES: dict[Part, str] = {
     "solo": "solo",
     "handoff": "handoff",
+    "transfer": "the junior goes on from the senior's answers",
     "drift": "drift from the junior",
+    "start": "drift from the start",
     "legibility": "legibility to the junior",
 }
 
@@ -58,7 +60,9 @@ def undefined(part: Part, reason: str) -> list[Result]:
     names = {
         "solo": [("solo/pass@1", "pass@1", "fraction")],
         "handoff": [("handoff/pass@1", "pass@1", "fraction"), ("handoff/retention@1", "retention of pass@1", "ratio")],
+        "transfer": [(f"transfer/{k}", label, "fraction") for k, label in _TRANSFER.items()],
         "drift": [(f"drift/{k}", f"KL(senior || junior), {k}", "nats/token") for k in ("k1", "k3")],
+        "start": [(f"start/{k}", f"KL(senior || start), {k}", "nats/token") for k in ("k1", "k3")],
         "legibility": [(f"legibility/nats_per_{u}", f"log-likelihood per {u}", f"nats/{u}") for u in ("token", "byte")],
     }[part]
     return [Result(n, label, unit, Estimate(None, None, None, reason)) for n, label, unit in names]
@@ -134,19 +138,37 @@ def set_figures(part: Part, correct: Sequence[bool], sets: Sequence[str], chains
     return out
 
 
-def drift_figures(senior: Sequence[FloatArray], junior: Sequence[FloatArray], per_prompt: int) -> list[Figure]:
-    """KL(senior || junior), mean over tokens, nats: k1 and k3 of both models' log-probs [R] at tokens the senior sampled.
+_TRANSFER = {
+    "half": "right from the senior's first half",
+    "alone": "right without it",
+    "gain": "gain by the first half",
+}
+
+
+def transfer_figures(from_half: Sequence[bool], alone: Sequence[bool], chains: int) -> list[Figure]:
+    """How often the junior is right when it goes on from the first half of the senior's answers, when it writes all, and the
+    difference, paired by sample."""
+    half, whole = (by_prompt(right, chains) / chains for right in (from_half, alone))
+    values = {"half": half, "alone": whole, "gain": half - whole}
+    return [Figure(f"transfer/{k}", _TRANSFER[k], "fraction", Ratio(v)) for k, v in values.items()]
+
+
+def drift_figures(
+    senior: Sequence[FloatArray], other: Sequence[FloatArray], per_prompt: int, *, part: Literal["drift", "start"]
+) -> list[Figure]:
+    """KL of the senior to the junior (`drift`) or to its start weights (`start`), mean over tokens, nats: k1 and k3 of both
+    models' log-probs [R] at tokens the senior sampled.
 
     Both are unbiased only if the tokens come from the senior's own full distribution at temperature 1.
     """
     tokens = by_prompt([len(a) for a in senior], per_prompt)
     return [
         Figure(
-            f"drift/{kind}",
-            f"KL(senior || junior), {kind}",
+            f"{part}/{kind}",
+            f"KL(senior || {'junior' if part == 'drift' else 'start'}), {kind}",
             "nats/token",
             Ratio(
-                by_prompt([_kl(a, b, kind) for a, b in zip(senior, junior, strict=True)], per_prompt),
+                by_prompt([_kl(a, b, kind) for a, b in zip(senior, other, strict=True)], per_prompt),
                 tokens,
                 "no tokens",
             ),

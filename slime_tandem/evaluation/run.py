@@ -1,15 +1,16 @@
 """Measures a senior at work: write alone and in turns, judge, let senior and junior score, and put the figures together.
 
-Four sets of requests: solo chains and handoff chains under the evaluation's own sampling, solo chains of the senior's full
-distribution at temperature 1 for the drift (a KL estimate from truncated samples is biased), and score requests. Solo and
-handoff chains share their token draws, so that the comparison is paired by sample as far as the texts agree. It trains nothing
-and asks no teacher.
+Five sets of requests: solo chains and handoff chains under the evaluation's own sampling, the junior's continuations of halves
+of solo chains, solo chains of the senior's full distribution at temperature 1 for the drift (a KL estimate from truncated
+samples is biased), and score requests. Solo and handoff chains share their token draws, so that the comparison is paired by
+sample as far as the texts agree. It trains nothing and asks no teacher.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime_tandem import __version__
@@ -25,26 +26,31 @@ from slime_tandem.evaluation.figures import (
     legibility_figures,
     set_figures,
     solo_figures,
+    transfer_figures,
     undefined,
 )
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
-from slime_tandem.models.tokenizer import require_same_tokenizer
+from slime_tandem.evaluation.transfer import finished, first_half
+from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.tokenizer import ModelTokenizer, require_same_tokenizer
 from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import LEVEL, Estimate, bootstrap
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.boundaries import boundary_ids, rule_of
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.strategies import find_strategy
+from slime_tandem.tasks.arguments import Response
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.team.rollouts import successful, with_revival
+from slime_tandem.team.rollouts import rewarded, successful, with_revival
 from slime_tandem.team.roster import Role, Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import FloatArray, Prompt, TandemSample
 
-_WITH_JUNIOR: tuple[Part, ...] = ("handoff", "drift", "legibility")
+_WITH_JUNIOR: tuple[Part, ...] = ("handoff", "transfer", "drift", "legibility")
 _COMPARED = ("handoff/retention@", "handoff/difference@")
 NO_JUNIOR = "tandem.enabled is false, so no junior takes part"
+NO_START = "eval.start does not name the start weights"
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,19 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     correct = _judge(tasks, solo)
     sets = [prompt.task for prompt in prompts]
     parts = [_Part(solo_figures(solo, correct, e.chains) + set_figures("solo", correct, sets, e.chains))]
-    if "junior" not in team.roster.roles:
+    junior, start = "junior" in team.roster.roles, _start(team)
+    drawn: list[TandemSample] = []
+    if junior or start is not None:
+        say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
+        full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
+        drawn = _write(team, prompts, rollout_ids.DRIFT, e.drift_samples, full)
+    if not junior:
         parts.append(_Part(missing=[r for part in _WITH_JUNIOR for r in undefined(part, NO_JUNIOR)]))
     else:
         say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
         parts.append(_handoff(team, tasks, prompts, sampling, correct))
-        parts += _read_by_junior(team, prompts, sampling, solo, say)
+        parts += _read_by_junior(team, tasks, sampling, solo, drawn, say)
+    parts.append(_Part(missing=undefined("start", NO_START)) if start is None else _from_start(team, start, drawn))
 
     figures = [f for part in parts for f in part.figures]
     estimates = bootstrap({f.name: f.ratio for f in figures}, resamples=e.resamples, seed=team.config.seed)
@@ -175,26 +188,76 @@ def _handoff(
 
 def _read_by_junior(
     team: Team,
-    prompts: Sequence[Prompt],
+    tasks: TaskSet,
     sampling: SamplingConfig,
     solo: Sequence[TandemSample],
+    drawn: Sequence[TandemSample],
     say: Callable[[str], None],
 ) -> list[_Part]:
-    """Drift and legibility: what the junior thinks of text that the senior writes alone."""
+    """Drift, transfer and legibility: what the junior thinks of text that the senior writes alone, and makes of half of it."""
     e, tokens, junior = team.config.eval, team.roster.student.tokens, team.roster.tokenizers["junior"]
     try:
         require_same_tokenizer(team.roster.student, junior)
     except TokenizerMismatchError as error:
-        drift = _Part(missing=undefined("drift", f"senior and junior have different tokenizers: {error}"))
+        why = f"senior and junior have different tokenizers: {error}"
+        parts = [_Part(missing=[r for part in ("drift", "transfer") for r in undefined(part, why)])]
         readings = [foreign_reading(s, tokens, junior.render, junior.encode) for s in solo]
     else:
-        full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
-        say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
-        own = [own_reading(s, tokens) for s in _write(team, prompts, rollout_ids.DRIFT, e.drift_samples, full)]
-        drift = _Part(drift_figures(_scores(team, "senior", own), _scores(team, "junior", own), e.drift_samples))
+        own = [own_reading(s, tokens) for s in drawn]
+        both = _scores(team, "senior", own), _scores(team, "junior", own)
+        parts = [_Part(drift_figures(*both, e.drift_samples, part="drift"))]
         readings = [own_reading(s, tokens) for s in solo]
+        say("transfer: the junior goes on from the first half of the solo chains, and from nothing")
+        half = _finished_right(team, tasks, sampling, solo, [first_half(s) for s in solo])
+        alone = _finished_right(team, tasks, sampling, solo, [() for _ in solo])
+        parts.append(_Part(transfer_figures(half, alone, e.chains)))
     say("legibility: the junior reads the solo chains")
-    return [drift, _Part(legibility_figures(readings, _scores(team, "junior", readings), e.chains))]
+    return [*parts, _Part(legibility_figures(readings, _scores(team, "junior", readings), e.chains))]
+
+
+def _finished_right(
+    team: Team,
+    tasks: TaskSet,
+    sampling: SamplingConfig,
+    samples: Sequence[TandemSample],
+    prefixes: Sequence[Sequence[int]],
+) -> list[bool]:
+    """Whether each answer is right that the junior finishes from its prefix."""
+
+    async def finish() -> list[str]:
+        client = team.servers.clients["junior"]
+        await client.flush_cache()
+        most = team.config.engine.max_batch
+        return await finished(client, samples, prefixes, team.roster.student.tokens, sampling, most)
+
+    texts = with_revival(team, lambda: team.servers.run(finish()))
+    verdicts = tasks.verdicts([(s.prompt, text) for s, text in zip(samples, texts, strict=True)])
+    return [v.reward >= RIGHT_REWARD for v in verdicts]
+
+
+def _start(team: Team) -> Path | None:
+    """The folder of `eval.start`, whose tokenizer is the senior's; raises ConfigError for another."""
+    named = team.config.eval.start
+    if named is None:
+        return None
+    folder = resolve_model(named, Path(team.config.models.cache_dir))
+    try:
+        require_same_tokenizer(team.roster.student, ModelTokenizer.load(folder))
+    except TokenizerMismatchError as error:
+        raise ConfigError("eval.start", named, f"the tokenizer of the senior ({error})", "name its start") from None
+    return folder
+
+
+def _from_start(team: Team, start: Path, drawn: Sequence[TandemSample]) -> _Part:
+    """KL of the senior to its start, whose weights the senior's server serves meanwhile."""
+    own = [own_reading(s, team.roster.student.tokens) for s in drawn]
+    senior, folder = _scores(team, "senior", own), team.roster.folders["senior"]
+    team.send_weights(start, "start")
+    try:
+        before = _scores(team, "senior", own)
+    finally:
+        team.send_weights(folder, "senior")
+    return _Part(drift_figures(senior, before, team.config.eval.drift_samples, part="start"))
 
 
 def _sampling(config: RunConfig) -> SamplingConfig:
@@ -225,7 +288,8 @@ def _write(
 
 
 def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
-    return [v.reward >= RIGHT_REWARD for v in tasks.verdicts([(s.prompt, s.text) for s in samples])]
+    """Raises DataError for a response without a reward: figures of some responses are not figures of the prompts."""
+    return [v.right for v in rewarded(tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), "stop")]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:

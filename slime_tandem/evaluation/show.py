@@ -12,7 +12,14 @@ from slime_tandem.evaluation.figures import TITLES, Part, Result
 from slime_tandem.evaluation.run import Evaluation
 from slime_tandem.report.dots import Dot, Panel, document, number, whiskers
 
-_COLOURS: dict[Part, str] = {"solo": "#2563a8", "handoff": "#b4521e", "drift": "#5b4b8a", "legibility": "#2f7d4f"}
+_COLOURS: dict[Part, str] = {
+    "solo": "#2563a8",
+    "handoff": "#b4521e",
+    "transfer": "#8a6d1e",
+    "drift": "#5b4b8a",
+    "start": "#7a3f7a",
+    "legibility": "#2f7d4f",
+}
 
 
 def conditions(evaluation: Evaluation) -> str:
@@ -50,7 +57,9 @@ def table(evaluation: Evaluation) -> Table:
 _PANELS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
     ("Accuracy: pass@k, alone and with handoffs (fraction)", ("solo/pass@", "handoff/pass@"), None),
     ("Retention: handoff pass@k over solo pass@k (ratio; 1: nothing lost)", ("handoff/retention@",), 1.0),
+    ("Transfer: the junior goes on from the senior's first half (fraction right)", ("transfer/",), None),
     ("Drift: KL(senior || junior), sampled tokens (nats per token)", ("drift/",), 0.0),
+    ("Drift: KL(senior || start), sampled tokens (nats per token)", ("start/",), 0.0),
     ("Legibility: the junior's log-likelihood of the senior's text (nats)", ("legibility/",), 0.0),
 )
 

@@ -37,7 +37,8 @@ class LivePage:
         self._stamps: Mapping[str, tuple[int, int]] = {}
         names = (_NOW, "suite") if self.is_suite else (_NOW, *PARTS)
         self.version = 0
-        self._parts: dict[str, tuple[int, str]] = dict.fromkeys(names, (0, ""))
+        self._parts: dict[str, tuple[int, str | None]] = dict.fromkeys(names, (0, None))
+        self._parts[_NOW] = (0, self._now("reading the folder"))
         self.changed_at = time.time()
         """When the folder was last seen to change."""
         style = source(self._env, "report.css") + source(self._env, "live.css")
@@ -65,7 +66,11 @@ class LivePage:
 
     def newer(self, version: int) -> list[tuple[int, str, str]]:
         """(version, name, HTML) of every part that changed since `version`, oldest first."""
-        parts = [(number, name, text) for name, (number, text) in self._parts.items() if number > version]
+        parts = [
+            (number, name, text)
+            for name, (number, text) in self._parts.items()
+            if number > version and text is not None
+        ]
         return sorted(parts, key=lambda part: part[0])
 
     def whole(self, boot: str) -> str:
@@ -74,7 +79,7 @@ class LivePage:
         return self._env.get_template("live.html.j2").render(
             title=f"{passage(self.folder.resolve().name, 100).striptags()} · live",
             since=f"{boot}-{version}",
-            parts=[(name, Markup(text)) for name, (_, text) in parts.items()],  # noqa: S704 - escaped when rendered
+            parts=[(name, Markup(text or "")) for name, (_, text) in parts.items()],  # noqa: S704 - escaped when rendered
             style=self._style,
             script=self.script,
             version=__version__,
@@ -134,7 +139,7 @@ class LivePage:
 
 
 def _without_transcripts(arm: ArmData) -> ArmData:
-    return ArmData(arm.key, arm.label, arm.files, arm.rewards, ends_of(()))
+    return ArmData(arm.key, arm.label, arm.files, arm.rewards, ends_of(()), arm.parts)
 
 
 def _status(record: ProgressRecord | None, otherwise: str) -> str:

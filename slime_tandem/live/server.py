@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -30,7 +31,9 @@ POLL_S = 1.0
 _BEAT_S = 5.0
 _SEND_S = 30.0
 """Within which a browser must take what it is sent, else it is left; it comes back by itself."""
+_FIRST_S = 2.0
 _CHUNK = 2**15
+_BUFFER = 2**18
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -60,7 +63,13 @@ class LiveServer:
         return f"http://{HOST}:{self.port}/"
 
     async def __aenter__(self) -> LiveServer:
-        await asyncio.to_thread(self.page.refresh)
+        self._following = asyncio.create_task(self._follow())
+        self._tasks.push_async_callback(_ended, self._following)
+        async with self._changed:
+            # The folder of a long run may take a while: the page then says so until it is read.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_S):
+                    await self._changed.wait_for(partial(self._is_newer, 0))
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/events", self._events)
@@ -68,8 +77,6 @@ class LiveServer:
         await runner.setup()
         self._tasks.push_async_callback(runner.cleanup)
         self.port = await self._listen(runner)
-        self._following = asyncio.create_task(self._follow())
-        self._tasks.push_async_callback(_ended, self._following)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -96,10 +103,10 @@ class LiveServer:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_s)
             if await asyncio.to_thread(self.page.refresh):
                 async with self._changed:
                     self._changed.notify_all()
+            await asyncio.sleep(self._poll_s)
 
     @web.middleware
     async def _guard(
@@ -131,6 +138,7 @@ class LiveServer:
         self.browsers += 1
         try:
             await response.prepare(request)
+            _bound_buffer(request)
             async for message in self._messages(self._seen(request)):
                 for start in range(0, len(message), _CHUNK):
                     async with asyncio.timeout(_SEND_S):
@@ -147,10 +155,13 @@ class LiveServer:
     async def _messages(self, seen: int) -> AsyncIterator[bytes]:
         yield b"retry: 1000\n\n"
         while True:
-            for version, name, html in self.page.newer(seen):
-                seen = version
+            parts = self.page.newer(seen)
+            for i, (version, name, html) in enumerate(parts, 1):
                 data = json.dumps({"name": name, "html": html})
-                yield f"id: {self._boot}-{version}\nevent: part\ndata: {data}\n\n".encode()
+                # Whoever goes away between two of them has had neither: only the last says how far the browser is.
+                number = f"id: {self._boot}-{version}\n" if i == len(parts) else ""
+                yield f"{number}event: part\ndata: {data}\n\n".encode()
+                seen = version
             age = max(0.0, time.time() - self.page.changed_at)
             yield f'event: beat\ndata: {{"age": {age:.1f}}}\n\n'.encode()
             with contextlib.suppress(TimeoutError):
@@ -165,6 +176,13 @@ class LiveServer:
         boot, _, number = request.headers.get("Last-Event-ID", request.query.get("since", "")).partition("-")
         known = number.isascii() and number.isdigit() and len(number) < 16
         return int(number) if boot == self._boot and known else 0
+
+
+def _bound_buffer(request: web.Request) -> None:
+    """How much the system keeps for a browser that does not read: without this it is some MiB."""
+    own = None if request.transport is None else request.transport.get_extra_info("socket")
+    if own is not None:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

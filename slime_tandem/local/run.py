@@ -43,6 +43,7 @@ from slime_tandem.report.run_folder import (
     transcript_of,
 )
 from slime_tandem.report.summary import Summary, summarise, write_summary
+from slime_tandem.report.trackers import Trackers, require_trackers
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.signals import terminate_as_interrupt
 from slime_tandem.tasks.families import TaskSet
@@ -52,7 +53,7 @@ from slime_tandem.team.rollouts import evaluate, rollout, with_revival
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.team.token_bank import TokenBank
-from slime_tandem.training.metrics import rollout_metrics
+from slime_tandem.training.metrics import part_means, rewards_by_task, rollout_metrics
 from slime_tandem.training.rows import build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import Prompt, ScoredSample
@@ -145,6 +146,7 @@ def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary
     arms = [Arm("run", config, run_dir)]
     if config.control:
         arms.append(Arm("control", control_config(config), run_dir / "control"))
+    require_trackers(config)
     progress.phase("reading prompts")
     tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
     for note in tasks.notes:
@@ -297,7 +299,15 @@ def _run_arm(
     progress.phase(f"{arm.name}: loading the policy{' and its reference' if config.objective.kl_coef > 0 else ''}")
     trainer, step = _trainer(arm, team, resume=resume)
     resumed = resume and (arm.folder / "config.yaml").exists()
-    with RunWriter(arm.folder, resume_step=step if resumed else None) as writer:
+    with (
+        Trackers(config, arm.folder, name=_tracked_as(arm), say=progress.warn) as trackers,
+        RunWriter(
+            arm.folder,
+            resume_step=step if resumed else None,
+            tensorboard="tensorboard" in config.report_to,
+            trackers=trackers,
+        ) as writer,
+    ):
         writer.write_config(config)
         done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
@@ -315,6 +325,10 @@ def _run_arm(
         step = _take_steps(arm, team, tasks, held_out, trainer, writer, progress, step)
         if step:
             _evaluate(writer, team, tasks, held_out, arm, progress, step, "after")
+
+
+def _tracked_as(arm: Arm) -> str:
+    return arm.config.name if arm.name == "run" else f"{arm.config.name}-{arm.name}"
 
 
 def _trainer(arm: Arm, team: Team, *, resume: bool) -> tuple[Trainer, int]:
@@ -384,8 +398,8 @@ def _take_steps(
                 row["engine/retries"] = float(team.servers.retries - retries)
                 row["time/step_s"] = time.perf_counter() - t0
                 writer.write_step(step, row)
-                rewards = [s.reward for s in scored], [s.sample.prompt.task for s in scored]
-                writer.write_rewards(step, reward_histograms(*rewards))
+                writer.write_rewards(step, reward_histograms(*rewards_by_task(scored)))
+                writer.write_parts(step, "train", part_means(scored))
                 shown = scored[:: config.train.samples_per_prompt][:_TRAIN_TRANSCRIPTS]
                 writer.write_transcripts(step, "train", [_transcript(team, s) for s in shown])
                 progress.step(row)
@@ -437,7 +451,8 @@ def _learn(
     t1 = time.perf_counter()
     progress.part("updating the senior")
     reference = trainer.reference_log_probs([s.sample for s in scored])
-    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, TokenBank.of(arm.config))
+    eos_ids, bank = team.roster.student.tokens.eos_ids, TokenBank.of(arm.config)
+    rows, group_metrics = build_rows(scored, arm.config, reference, trainer.kl_coef, bank, eos_ids=eos_ids)
     if not rows:
         first = next((s.teacher_error for s in scored if s.teacher_error is not None), None)
         raise TeacherScoreError(
@@ -452,7 +467,7 @@ def _learn(
     progress.part("giving its server the new weights")
     _send(trainer.policy, arm, team, step + 1)
     return {
-        **rollout_metrics(scored, team.roster.student.tokens.eos_ids, team.roster.student.chat().markers_in),
+        **rollout_metrics(scored, eos_ids, team.roster.student.chat().markers_in),
         **group_metrics,
         **train_metrics,
         **seconds,
@@ -492,6 +507,7 @@ def _evaluate(
     progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
     found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, told=progress.part)
     writer.write_eval(step, phase, found.metrics, found.right)
+    writer.write_parts(step, "eval", part_means(found.samples))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 
 

@@ -98,6 +98,8 @@ def architecture_of(hf_config: Any, *, experts: bool = False) -> Architecture:
 def _architecture(hf_config: Any) -> Architecture:
     _require_switched_off(hf_config)
     rope = _rope(hf_config)
+    eps = float(hf_config.rms_norm_eps)
+    require(0.0 < eps < 1.0, "rms_norm_eps", eps, "a small number above 0", "mend config.json")
     heads, kv_heads, head_dim = _heads(hf_config)
     return Architecture(
         model_type=hf_config.model_type,
@@ -108,7 +110,7 @@ def _architecture(hf_config: Any) -> Architecture:
         head_dim=head_dim,
         ffn_size=int(hf_config.intermediate_size),
         vocab_size=int(hf_config.vocab_size),
-        norm_eps=float(hf_config.rms_norm_eps),
+        norm_eps=eps,
         max_positions=int(hf_config.max_position_embeddings),
         tied=bool(hf_config.tie_word_embeddings),
         rope=tuple(sorted(rope.items())),
@@ -255,9 +257,12 @@ def load_hf_config(folder: str | Path, trust_remote_code: bool = False) -> Any:
     """The transformers config of a local folder, never from the network; raises ModelError if there is none that loads."""
     from transformers import AutoConfig
 
+    from slime_tandem.models.hf import read_model_config, require_sizes  # torch
+
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError("model folder", str(path), "a folder with config.json", "give a local Hugging Face folder")
+    require_sizes(read_model_config(path), path / "config.json")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers checks some fields in its own ways, and stumbles over others

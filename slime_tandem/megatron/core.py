@@ -217,8 +217,8 @@ class GroupedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 class CheckpointedLayer(TransformerLayer):  # type: ignore[misc]
     """Megatron's layer, which keeps its input alone for the backward pass and computes the rest again (gradient checkpointing).
 
-    Megatron's own recomputation goes through its CUDA random-number tracker (tensor_parallel/random.py:422). Nothing draws here,
-    so no state of a generator has to be kept; parameters and names are the layer's own.
+    Megatron's own recomputation goes through its CUDA random-number tracker (tensor_parallel/random.py:422). Nothing draws
+    here, so no state of a generator has to be kept; parameters and names are the layer's own.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

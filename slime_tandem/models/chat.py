@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,6 +36,9 @@ _TRUSTED = frozenset({"system", "assistant"})
 """Roles whose text in a prompt may hold markers: the operator's, and turns of models."""
 _MARKER_ROLES = ("think", "tool")
 _WORD = "Hello"
+_MOST_WORDS = 64
+"""Characters that a template may write otherwise the next time, in `render_again`."""
+_BRACKETED = re.compile(r"<[^<>\[\]\s]+>|\[[^<>\[\]\s]+\]")
 
 Pieces = list[tuple[str, bool]]
 """Text in pieces, and whether each is the template's (its markers are tokens) or a marker that somebody typed."""
@@ -119,6 +123,12 @@ class Chat:
         return _any_of(self._marker_names.values())
 
     @cached_property
+    def typed(self) -> re.Pattern[str]:
+        """The same and the template's markers that are no tokens (Mistral v1's `[INST]`): nothing makes plain text of those."""
+        letters = {mark for text in self.turns.markup for mark in _BRACKETED.findall(text)}
+        return _any_of({*self._marker_names.values(), *letters})
+
+    @cached_property
     def _unsplit(self) -> re.Pattern[str]:
         """Markers that are tokens without being special: no option of the tokenizer makes text of them."""
         return _any_of(name for i, name in self._marker_names.items() if i not in self.tokens.special)
@@ -159,7 +169,60 @@ class Chat:
         Raises ModelError if the template is broken or refuses these messages (some know no system role), or for a marker in
         their text with `text_markers` refuse.
         """
+        self._require_shown(messages, [k for k, m in enumerate(messages) if m.role not in self.turns.roles])
         (pieces,) = self._pieces(messages, (), generation=True, tools=tools)
+        return self._encode_pieces(pieces, begins=True)
+
+    def _require_shown(self, messages: Sequence[Message], at: Sequence[int], turns: Sequence[str] = ()) -> None:
+        """Raise ModelError for one of the messages at these places that the template leaves out without a word.
+
+        `turns`: the contents of assistants behind which those after them must stand.
+        """
+        word = stand_in("shown", (m.content for m in messages))
+        for k in at:
+            asked = [replace(m, content=word if i == k else m.content).as_dict() for i, m in enumerate(messages)]
+            before = next((m.content for m in messages[:k][::-1] if m.content in turns), "")
+            text = self.template(asked, generation=True)
+            if messages[k].content.strip() and word not in (text.partition(before)[2] if before else text):
+                raise ModelError(
+                    "chat template",
+                    self.template.where,
+                    f"one that shows a message of the role {messages[k].role} behind {messages[k - 1].role}"
+                    if k
+                    else f"one that shows a first message of the role {messages[k].role}",
+                    "use another template, or leave this role out",
+                )
+
+    def render_again(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[int] | None:
+        """Ids of `text`, which this template wrote of these messages before; None: it did not.
+
+        It can write a few words otherwise now (a date), in one place and in no text of the messages'. Raises as `render`.
+        """
+        (pieces,) = self._pieces(messages, (), generation=True, tools=tools)
+        now = _text(pieces)
+        if now != text:
+            start, stop, word = _other_words(now, text)
+            inside = 0 < stop - start <= _MOST_WORDS and 0 < len(word) <= _MOST_WORDS
+            said = (
+                m
+                for text in messages
+                if text.content.strip()
+                for m in re.finditer(re.escape(text.content.strip()), now)
+            )
+            touched = any(m.start() < stop and start < m.end() for m in said)
+            if not inside or touched or self.typed.search(now[start:stop]) or self.typed.search(word):
+                return None
+            at = 0
+            for k, (piece, markup) in enumerate(pieces):
+                if at <= start and stop <= at + len(piece):
+                    if not markup:
+                        return None
+                    pieces[k] = (piece[: start - at] + word + piece[stop - at :], True)
+                at += len(piece)
+            if _text(pieces) != text:
+                return None
         return self._encode_pieces(pieces, begins=True)
 
     def bridge(self, messages: Sequence[Message]) -> list[int]:
@@ -170,6 +233,7 @@ class Chat:
         """
         word = stand_in("turn", (m.content for m in messages))
         around = [Message("user", "probe"), Message("assistant", word), *messages]
+        self._require_shown(around, self._doubtful(around, 2), [word])
         parts = self._pieces(around, (word,), generation=True, untrusted=messages)
         if len(parts) != 2:
             raise ModelError(
@@ -191,7 +255,7 @@ class Chat:
         closing = self.encode_markup(self.turns.closing) if self.turns.closing else []
         # The end in the middle of a conversation may be another one than at its end (harmony).
         if closing and ids[: len(closing)] == closing:
-            return ids[len(closing) :]
+            return ids[closing.index(sampled) + 1 if sampled in closing else len(closing) :]
         own = self.turns.closed_by == "its own end" and self._is_marker(ids[:1])
         return ids[1:] if own or ids[:1] == [sampled] else ids
 
@@ -214,6 +278,7 @@ class Chat:
         for k, word in enumerate(words):
             chat += [Message("assistant", word), *(between[k] if k < len(between) else ())]
         untrusted = [m for part in between for m in part]
+        self._require_shown(chat, self._doubtful(chat, len(messages)), words)
         parts = self._pieces(chat, words, generation=False, tools=tools, untrusted=untrusted)
         if len(parts) != len(words) + 1:
             raise ModelError(
@@ -248,6 +313,11 @@ class Chat:
             end=tuple(end if tail.strip() else end[:1]),
             leads=tuple(leads),
         )
+
+    def _doubtful(self, chat: Sequence[Message], begin: int) -> list[int]:
+        """Places from `begin` on of messages that a template may leave out: of no role that it showed, or a late system's."""
+        known = set(self.turns.roles) - {"system"}
+        return [k for k in range(begin, len(chat)) if chat[k].role not in known]
 
     def _is_marker(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[0] in self._marker_names
@@ -286,16 +356,16 @@ class Chat:
 
     def _guarded(self, message: Message, held: dict[str, str], texts: Sequence[str]) -> Message:
         """The message with a stand-in for each marker in its text."""
-        if not self.markers.search(message.content):
-            return message
-        if self.text_markers == "refuse":
-            found = self.markers.findall(message.content)
+        if self.text_markers == "refuse" and (found := self.typed.findall(message.content)):
             raise ModelError(
                 f"text of the role {message.role}",
                 found[:5],
                 f"no control tokens of {self.template.where} in text of users, tools and environments",
                 "remove them, or set models.text_markers=escape to read them as plain text",
             )
+
+        if not self.markers.search(message.content):
+            return message
 
         def put_aside(match: re.Match[str]) -> str:
             word = stand_in(f"marker{len(held)}", texts)
@@ -307,7 +377,7 @@ class Chat:
     def count_markers(self, messages: Sequence[Message], *, environment: bool = False) -> int:
         """How many markers stand in the text of users, tools and (`environment`: any role) environments."""
         texts = (m.content for m in messages if environment or m.role not in _TRUSTED)
-        return sum(len(self.markers.findall(text)) for text in texts)
+        return sum(len(self.typed.findall(text)) for text in texts)
 
     def markers_in(self, sample: TandemSample) -> int:
         """How many stand in a sample's prompt and between its turns."""
@@ -337,12 +407,12 @@ class Chat:
     def end_of_turn(self) -> int:
         """The id that ends a turn, the last one of a conversation.
 
-        Where the template writes several for it, or none, that is the model's one end of turn (generation_config.json).
-        Raises ModelError for several of these.
+        Where the template writes several, the first of them; where it writes words for it, or nothing, that is the model's one
+        end of turn (generation_config.json). Raises ModelError for several of these.
         """
         text = self.turns.closing or self.turns.next_user or ""
         ids = self.encode_markup(text) if text.strip() else []
-        if self._is_marker(ids) and (len(ids) == 1 or not self.turns.closing):
+        if self._is_marker(ids):
             return ids[0]
         eos = self.tokens.eos_ids
         if len(eos) == 1:
@@ -363,6 +433,7 @@ class Chat:
             think_texts=t.think,
             opens=t.opens_thinking,
             answer=self.answer,
+            inner=frozenset(i for mark in self.marks or () if len(mark) > 1 for i in mark if i in self.tokens.special),
             lead=self.lead,
             end=self.end_of_turn if self.end_of_turn in self.ends or self.turns.closed_by == "nothing" else -1,
             ends=self.ends,
@@ -436,6 +507,22 @@ class Chat:
 def _any_of(names: Any) -> re.Pattern[str]:
     found = sorted(set(names), key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, found)) if found else r"(?!)")
+
+
+def _other_words(now: str, then: str) -> tuple[int, int, str]:
+    """(start, stop, words): `then` is `now` with these whole words in the place of those at [start, stop).
+
+    >>> _other_words("on 9 May, so", "on 19 May, so")
+    (3, 4, '19')
+    """
+    short = min(len(now), len(then))
+    start = next((i for i in range(short) if now[i] != then[i]), short)
+    while start and now[start - 1].isalnum():
+        start -= 1
+    same = next((i for i in range(short - start) if now[-1 - i] != then[-1 - i]), short - start)
+    while same and now[len(now) - same].isalnum():
+        same -= 1
+    return start, len(now) - same, then[start : len(then) - same]
 
 
 def _text(pieces: Pieces) -> str:

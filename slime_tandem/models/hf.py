@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slime_tandem.errors import ModelError
+from slime_tandem.models.weight_files import hf_weight_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,7 +60,7 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
     odd = next((file for file in sorted(path.iterdir()) if not file.is_file() and not file.is_dir()), None)
     if odd is not None:  # reading a pipe or a device may never end
         raise ModelError("model", str(odd), "regular files, no pipe, device, socket or broken link", "remove it")
-    read_model_config(path)
+    require_sizes(read_model_config(path), path / "config.json")
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelError(
@@ -68,6 +69,8 @@ def check_model_folder(folder: str | os.PathLike[str]) -> Path:
             "a folder with *.safetensors weights (pickled .bin files are not loaded)",
             "save it with save_pretrained",
         )
+    if not (path / "model.safetensors").is_file() and (path / "model.safetensors.index.json").is_file():
+        hf_weight_files(path)  # every shard is there, and none of another folder
     for file in weights:
         try:
             with safe_open(file, "pt"):
@@ -85,6 +88,32 @@ def read_model_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError("model", str(folder), "a folder with config.json", "save it with save_pretrained")
     return read_json_object(path)
+
+
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "num_experts": 2**16,
+}
+_LARGEST |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 2**16)
+_LARGEST |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 2**28)
+
+
+def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Raise ModelError for a whole number in a config.json that is no size: transformers would write out a list of a billion
+    layers before anybody looked at it. What is no whole number is left to transformers.
+
+    >>> require_sizes({"num_hidden_layers": 10**9}, "config.json")
+    Traceback (most recent call last):
+    slime_tandem.errors.ModelError: config.json num_hidden_layers=1000000000: expected 1 to 10000. Remedy: mend it.
+    """
+    for part in (config, language_config(config)):
+        for name, most in _LARGEST.items():
+            value = part.get(name)
+            least = 0 if "experts" in name else 1  # a dense member of such a family says 0
+            if isinstance(value, int) and not least <= value <= most:
+                raise ModelError(f"{os.fspath(path)} {name}", value, f"{least} to {most}", "mend it")
 
 
 def check_revision(folder: Path, revision: str | None) -> None:

@@ -145,6 +145,8 @@ def _library(name: str, path: Path) -> Any:
 
 def sample_ids(tokenizer: TextTokenizer, text: str) -> Sequence[int]:
     """`text` as the tokenizer's own model would write it as one finished turn."""
+    if tokenizer.chat is not None:
+        return tokenizer.chat.finished(text)
     ids = list(tokenizer.encode(text))
     return ids if tokenizer.end_of_turn < 0 else [*ids, tokenizer.end_of_turn]
 

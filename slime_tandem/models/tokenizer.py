@@ -39,7 +39,8 @@ def _check_bounded(folder: Path, hf: Any) -> None:
 class ModelTokenizer:
     """A tokenizer with its byte table; `tokens.eos_ids` come from the model folder.
 
-    `template_kwargs`: variables of the chat template, where `chat` is told no others. Load with `load`. Ids are the model's own; nothing here ever re-tokenises a sampled response.
+    `template_kwargs`: variables of the chat template, where `chat` is told no others. Load with `load`. Ids are the model's
+    own; nothing here ever re-tokenises a sampled response.
     """
 
     folder: Path
@@ -178,8 +179,30 @@ def require_rows(tokenizer: ModelTokenizer, *, special: bool = True) -> None:
             f"tokenizer of {folder}",
             f"{len(over)} ids beyond the model, the first {over[0]} ({tokenizer.show(over[0])})",
             f"ids below vocab_size={rows}, the rows of the model's vocabulary",
-            "use the tokenizer that belongs to this model, or resize the model's embeddings to it and save both",
+            _added_by_transformers(tokenizer, over)
+            or "use the tokenizer that belongs to this model, or resize the model's embeddings to it and save both",
         )
+
+
+def _added_by_transformers(tokenizer: ModelTokenizer, ids: Sequence[int]) -> str | None:
+    """The remedy for special tokens that no file of the folder has, and the class of this model type adds; None for others.
+
+    transformers 5 gives a tokenizer the class of its model, whatever class it was saved by, and that class its own defaults: a
+    qwen2 with other special tokens gets `<|endoftext|>` for the unknown token that it does not name.
+    """
+    try:
+        kept = (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    added = [tokenizer.hf.convert_ids_to_tokens(i) for i in ids]
+    roles = [role for role, token in tokenizer.hf.special_tokens_map.items() if token in added]
+    if not roles or any(json.dumps(token, ensure_ascii=False) in kept for token in added):
+        return None
+    names = " and ".join(f'"{role}"' for role in roles)
+    return (
+        f"no file there has it: transformers' {type(tokenizer.hf).__name__} adds it. Name a token of yours for {names} in "
+        "tokenizer_config.json, e.g. the end of turn"
+    )
 
 
 def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> None:

@@ -37,9 +37,13 @@ def hf_weight_files(path: Path) -> tuple[list[Path], frozenset[str]]:
     weight_map = _index(path).weight_map
     files = sorted(set(weight_map.values()))
     for file in files:
-        if not is_file_name(file) or not (path / file).is_file():
-            raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
+        _require_shard(path, file)
     return [path / file for file in files], frozenset(weight_map)
+
+
+def _require_shard(path: Path, file: str) -> None:
+    if not is_file_name(file) or not (path / file).is_file():
+        raise ModelError(str(path / _INDEX), file, "the name of a file beside the index", "fetch the shard")
 
 
 def _index(path: Path) -> _Index:
@@ -61,7 +65,7 @@ def stored_bytes(path: Path, of_float: int = 2) -> StoredBytes | None:
     """What a folder's weights take in memory, by the headers of its files; else its index's `total_size`; None without either.
 
     Plain floating point numbers are counted with `of_float` bytes, whatever they are stored as, quantized ones as stored.
-    Raises ModelError for a damaged file.
+    Raises ModelError for a damaged file, and where some shards are there and others are not.
     """
     files = sorted(path.glob("*.safetensors"))
     if files and ((path / _WEIGHTS).is_file() or not (path / _INDEX).is_file()):
@@ -69,9 +73,11 @@ def stored_bytes(path: Path, of_float: int = 2) -> StoredBytes | None:
     if not (path / _INDEX).is_file():
         return None
     index = _index(path)
-    shards, total = {path / name for name in index.weight_map.values()}, index.metadata.get("total_size")
-    if shards <= set(files):
-        return StoredBytes(sum(_bytes_of(file, of_float) for file in sorted(shards)), counted=True)
+    shards, total = set(index.weight_map.values()), index.metadata.get("total_size")
+    if shards & {file.name for file in files}:
+        for shard in sorted(shards):
+            _require_shard(path, shard)
+        return StoredBytes(sum(_bytes_of(path / shard, of_float) for shard in sorted(shards)), counted=True)
     if isinstance(total, (int, float)) and not isinstance(total, bool) and total > 0:
         return StoredBytes(int(total), counted=False)
     return None

@@ -63,14 +63,38 @@ def in_other_notation(pieces: Iterable[Piece]) -> list[Piece]:
     return [(text.translate(OTHER_NOTATION), right) for text, right in pieces]
 
 
+def notation_counts(text: str) -> tuple[int, int]:
+    """(signs of the other notation, of the common one) in a piece of text; the answer's tags are neither.
+
+    >>> notation_counts(" 7&8 :15 ; <answer>15</answer>")
+    (2, 1)
+    """
+    other, common = (sum(map(text.count, signs)) for signs in ("&:|", "+=;"))
+    return other, common
+
+
+def notation_by_author(pieces: Iterable[tuple[str, int | None]]) -> dict[int, tuple[int, int]]:
+    """`notation_counts` of what each author wrote, from (text of a token, its author) pairs; None: nobody sampled it.
+
+    >>> notation_by_author([(" 7", 1), ("&", 1), ("8", 0), (" =", 0), ("5 ;", 1), ("=", None)])
+    {0: (0, 1), 1: (1, 1)}
+    """
+    counts = {0: (0, 0), 1: (0, 0)}
+    for text, author in pieces:
+        if author is not None:
+            other, common = notation_counts(text)
+            counts[author] = counts[author][0] + other, counts[author][1] + common
+    return counts
+
+
 def other_notation_share(text: str) -> float:
     """Share of the other notation's signs among all signs of a response; nan for a text without any.
 
     >>> other_notation_share(" 7+8 =15 | <answer>15</answer>")
     0.3333333333333333
     """
-    own, common = (sum(map(text.count, signs)) for signs in ("&:|", "+=;"))
-    return own / (own + common) if own + common else math.nan
+    other, common = notation_counts(text)
+    return other / (other + common) if other + common else math.nan
 
 
 def _near(value: int, rng: Random) -> int:

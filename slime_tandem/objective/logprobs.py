@@ -49,8 +49,8 @@ def token_log_probs(
 
     The log-probs are those of softmax(logits / temperature), what the engines report for output tokens; with `replay` those of
     the truncated and renormalised distribution, in which the sampled token always counts as kept: rounding may have put it just
-    outside. The entropy is that of the full distribution; it carries a gradient with `entropy_grad` alone, which the kernels do not
-    know.
+    outside. The entropy is that of the full distribution; it carries a gradient with `entropy_grad` alone, which the kernels do
+    not know.
 
     `group`: `logits` are this rank's [T, V / ranks] columns, in the order of the ranks; `tokens` are ids of the whole
     vocabulary, and every rank gets

@@ -29,8 +29,8 @@ from slime_tandem.objective.divergence import candidate_divergence
 from slime_tandem.objective.kl import kl_estimate
 
 LOSS_METRICS = (
-    "loss", "pg_loss", "opd_loss", "kl_loss", "entropy_bonus", "junior_kl_loss", "entropy", "ratio_mean", "clip_fraction", "logprob_diff",
-    "kl", "junior_kl", "rollout_weight_mean", "rollout_weight_cut",
+    "loss", "pg_loss", "opd_loss", "kl_loss", "entropy_bonus", "junior_kl_loss", "entropy", "ratio_mean", "clip_fraction",
+    "logprob_diff", "kl", "junior_kl", "rollout_weight_mean", "rollout_weight_cut",
 )  # fmt: skip
 _LEAST = 1e-8
 SequenceSums = Callable[[Tensor, Tensor], Tensor]

@@ -26,6 +26,7 @@ def final_table(summary: Summary) -> Table:
         ("eval/handoff_retention", "handoff retention"),
         ("eval/senior_token_fraction", "senior fraction"),
         ("eval/teacher_kl", "teacher KL (nats)"),
+        ("eval/reward_mean", "reward"),
     ):
         table.add_row(label, *(_change(part, name) for part in parts))
     table.add_section()

@@ -19,7 +19,8 @@ LEFT, RIGHT, TOP, BOTTOM = 48.0, 10.0, 8.0, 22.0
 MAX_POINTS = 300
 """Longer runs are drawn as means over stretches of steps, which keeps the file small."""
 
-_LEAST_SPAN = 0.005
+_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_LEAST_SPAN = 0.01
 """Of an axis, relative to its values: less is noise drawn large, and its labels have more digits than there is room for."""
 
 Point = tuple[float, float | None]
@@ -93,10 +94,10 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     """
     largest = max((abs(tick) for tick in ticks), default=0.0)
     step = min((b - a for a, b in itertools.pairwise(ticks)), default=largest) or 1.0
-    if largest >= 1e12 or largest < 1e-4:  # more digits than there is room for
-        digits = max(0, math.ceil(math.log10(largest / step))) if largest else 0
-        return [f"{tick:.{digits}e}" if tick else "0" for tick in ticks]
-    size, suffix = next((part for part in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 10 * part[0]), (1.0, ""))
+    size, suffix = next((part for part in _UNITS if largest >= 10 * part[0]), (1.0, ""))
+    if largest and not 1e-4 <= largest < 1e13:  # in none of the units, short
+        power = math.floor(math.log10(largest))
+        size, suffix = 10.0**power, f"e{power}"
     decimals = 0
     while any(abs(round(tick / size, decimals) - tick / size) > 0.01 * step / size for tick in ticks):
         decimals += 1

@@ -9,23 +9,32 @@ It knows no page and no server.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import TandemError, printable
 from slime_tandem.files import MOST_JSON
 from slime_tandem.report.html import ArmData
 from slime_tandem.report.progress import PROGRESS_FILE
+from slime_tandem.report.reward_parts import FILE as PARTS_FILE
+from slime_tandem.report.reward_parts import checked_parts
 from slime_tandem.report.run_folder import read_row
 from slime_tandem.report.summary import CONTROL_LABEL, RunFiles, checked_rewards, checked_row, run_label
-from slime_tandem.report.transcripts import Ends, ends_of
+from slime_tandem.report.transcripts import PHASES, Ends, ends_of
 
 _AT_ONCE = 2**24
 """Bytes of a file that are read at once: memory stays bounded by what is kept, not by what is read."""
 MAX_PROBLEMS = 5
 _LONGEST = 300
+
+
+class _Line(NamedTuple):
+    step: int
+    number: int
+    content: bytes
 
 
 class Tail:
@@ -78,15 +87,70 @@ class Tail:
         return had
 
 
+class _RawEnds:
+    """The lines of transcripts.jsonl that are shown, those of the first and of the last step of each phase.
+
+    Of the others, which may be gigabytes, no more than the head is read. `problem` is told of lines that cannot be used.
+    """
+
+    _HEAD = re.compile(rb'\{"step": (\d{1,15}), "phase": "(\w{1,20})"')
+
+    def __init__(self, path: Path, problem: Callable[[str], None]) -> None:
+        self._path, self._problem = path, problem
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all: the file is another one."""
+        self._lines: dict[str, tuple[list[_Line], list[_Line]]] = {phase: ([], []) for phase, _ in PHASES}
+        self._read: dict[str, Ends] | None = None
+
+    def add(self, line: bytes, number: int) -> None:
+        """One line more, in the order of the file."""
+        head = self._HEAD.match(line)
+        if head is not None:
+            step, phase = int(head[1]), head[2].decode()
+        else:
+            try:
+                row = read_row(self._path, number, line)
+            except TandemError as error:
+                self._problem(str(error))
+                return
+            step, phase = row["step"], row.get("phase", "")
+        if phase not in self._lines:
+            return
+        self._read = None
+        first, last = self._lines[phase]
+        if not first or first[0].step == step:
+            first.append(_Line(step, number, line))
+            return
+        if last and last[0].step != step:
+            last.clear()
+        last.append(_Line(step, number, line))
+
+    def ends(self) -> dict[str, Ends]:
+        """The rows of those lines."""
+        if self._read is None:
+            self._read = ends_of(self._rows())
+        return self._read
+
+    def _rows(self) -> Iterator[Mapping[str, Any]]:
+        for line in [line for lines in self._lines.values() for part in lines for line in part]:
+            try:
+                yield read_row(self._path, line.number, line.content)
+            except TandemError as error:
+                self._problem(str(error))
+
+
 class _Arm:
-    """The four files of one run in a folder."""
+    """The five files of one run in a folder."""
 
     def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
         self.folder, self._problem = folder, problem
         self.steps: list[Mapping[str, Any]] = []
         self.evals: list[Mapping[str, Any]] = []
         self.rewards: list[Mapping[str, Any]] = []
-        self.ends: dict[str, Ends] = ends_of(())
+        self.parts: list[Mapping[str, Any]] = []
+        self._ends = _RawEnds(folder / "transcripts.jsonl", problem)
         self._tails = [
             self._tail(
                 "metrics.jsonl", lambda path, row: self.steps.append(checked_row(path, "step", row)), self.steps
@@ -95,12 +159,11 @@ class _Arm:
             self._tail(
                 "rewards.jsonl", lambda path, row: self.rewards.append(checked_rewards(path, row)), self.rewards
             ),
-            self._tail("transcripts.jsonl", self._transcript, None),
+            self._tail(PARTS_FILE, lambda path, row: self.parts.append(checked_parts(path, row)), self.parts),
+            Tail(folder / "transcripts.jsonl", self._ends.add, self._ends.clear),
         ]
 
-    def _tail(
-        self, name: str, add: Callable[[Path, Mapping[str, Any]], None], rows: list[Mapping[str, Any]] | None
-    ) -> Tail:
+    def _tail(self, name: str, add: Callable[[Path, Mapping[str, Any]], None], rows: list[Mapping[str, Any]]) -> Tail:
         path = self.folder / name
 
         def use(line: bytes, number: int) -> None:
@@ -109,17 +172,7 @@ class _Arm:
             except TandemError as error:
                 self._problem(str(error))
 
-        def forget() -> None:
-            if rows is None:
-                self.ends = ends_of(())
-            else:
-                rows.clear()
-
-        return Tail(path, use, forget)
-
-    def _transcript(self, path: Path, row: Mapping[str, Any]) -> None:
-        if row.get("phase") in self.ends:
-            self.ends[row["phase"]].add(row)
+        return Tail(path, use, rows.clear)
 
     def read(self) -> bool:
         """Read what is new of all files; whether there was anything."""
@@ -128,7 +181,8 @@ class _Arm:
 
     def data(self, key: str, label: str) -> ArmData:
         """What was read so far."""
-        return ArmData(key, label, RunFiles(list(self.steps), list(self.evals)), list(self.rewards), self.ends)
+        files = RunFiles(list(self.steps), list(self.evals))
+        return ArmData(key, label, files, list(self.rewards), self._ends.ends(), list(self.parts))
 
 
 class RunFollower:

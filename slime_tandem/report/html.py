@@ -23,7 +23,8 @@ from slime_tandem import __version__
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
-from slime_tandem.report.metrics import METRICS
+from slime_tandem.report.metrics import METRICS, Direction
+from slime_tandem.report.reward_parts import before_and_after, load_parts, titles
 from slime_tandem.report.run_folder import disk_errors, read_rows
 from slime_tandem.report.summary import (
     CONTROL_LABEL,
@@ -59,6 +60,7 @@ EVALUATION = (
     ("eval/teacher_kl", "Teacher KL"),
     ("eval/senior_token_fraction", "Senior token fraction"),
     ("eval/coverage", "Teacher coverage"),
+    ("eval/reward_mean", "Reward"),
     ("eval/response_tokens_mean", "Response length"),
 )
 CARDS = EVALUATION[:4]
@@ -77,13 +79,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ArmData:
-    """What one run of a folder has written: `key` is its CSS class; rows of rewards.jsonl; `ends_of` its transcripts."""
+    """What one run of a folder has written: `key` is its CSS class; rows of rewards.jsonl; `ends_of` its transcripts; rows of
+    reward_parts.jsonl."""
 
     key: str
     label: str
     files: RunFiles
     rewards: Sequence[Mapping[str, Any]]
     ends: Mapping[str, Ends]
+    parts: Sequence[Mapping[str, Any]] = ()
 
 
 PARTS = ("top", "cards", "curves", "tasks", "figures", "transcripts", "settings")
@@ -110,7 +114,8 @@ def render(run_dir: Path) -> str:
     if (run_dir / "control").is_dir():
         folders.append(("control", CONTROL_LABEL, run_dir / "control"))
     arms = [
-        ArmData(key, label, load_files(folder), load_rewards(folder), _ends(folder)) for key, label, folder in folders
+        ArmData(key, label, load_files(folder), load_rewards(folder), _ends(folder), load_parts(folder))
+        for key, label, folder in folders
     ]
     view = page_view(config, arms)
     env = environment()
@@ -184,7 +189,8 @@ def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
         "evaluation": [
             (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for part in parts])
             for name, title in EVALUATION
-        ],
+        ]
+        + _reward_parts([arm.parts for arm in arms]),
         "seconds": _seconds(parts),
         "groups": groups,
         "config_yaml": config.to_yaml(),
@@ -235,8 +241,26 @@ def _card(name: str, title: str, parts: Sequence[RunPart]) -> dict[str, Any]:
 
 def _cell(name: str, part: RunPart) -> Cell:
     before, after = ((part[when] or {}).get(name) for when in ("before", "after"))
-    digits = 1 if METRICS[name].unit == "tokens" else 3
+    return _change(before, after, METRICS[name].direction, 1 if METRICS[name].unit == "tokens" else 3)
 
+
+def _reward_parts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, str, list[Cell]]]:
+    """Rows of the evaluation's table for the named parts of a reward: title, unit, what it says, a cell for each run."""
+    found = [before_and_after(rows) for rows in runs]
+    parts = sorted({part for both in found for means in both for part in means})
+    what = "mean of this part over the held-out tandem responses"
+    return [
+        (
+            passage(title, 200),
+            "reward",
+            what,
+            [_change(before.get(part), after.get(part), "up", 3) for before, after in found],
+        )
+        for part, title in zip(parts, titles(parts), strict=True)
+    ]
+
+
+def _change(before: float | None, after: float | None, direction: Direction, digits: int) -> Cell:
     def text(value: float | None) -> str:
         return DASH if value is None else f"{value:.{digits}f}"
 
@@ -245,7 +269,6 @@ def _cell(name: str, part: RunPart) -> Cell:
     change = round(after - before, digits)
     if change == 0:  # what is shown as no change has no sign and no colour
         return Cell(text(before), text(after), text(0.0), None)
-    direction = METRICS[name].direction
     good = None if direction == "none" else (change > 0) == (direction == "up")
     return Cell(text(before), text(after), f"{change:+.{digits}f}".replace("-", "\N{MINUS SIGN}"), good)
 

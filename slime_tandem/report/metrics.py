@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from slime_tandem.errors import DataError
+from slime_tandem.types import RIGHT_REWARD
 
 Scope = Literal["step", "eval"]
 Direction = Literal["up", "down", "none"]
@@ -28,9 +29,6 @@ Reduction = Literal[
     "worst of the step",
 ]
 Row = Mapping[str, float | None]
-
-RIGHT_REWARD = 1.0
-"""A response counts as right when its task reward reaches this; partial credit does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,13 @@ _TABLE = (
     _step(
         "rollout/reward_best_task", "reward", "sample mean", "up", "reward_mean of the task tag with the highest one"
     ),
-    _step("rollout/accuracy", "fraction", "sample mean", "up", f"share of rollouts with a reward of {RIGHT_REWARD:g}"),
+    _step(
+        "rollout/accuracy",
+        "fraction",
+        "sample mean",
+        "up",
+        f"share of rollouts with a reward of {RIGHT_REWARD:g} or more (a part called `correct` decides, if there is one)",
+    ),
     _step("rollout/response_tokens_mean", "tokens", "sample mean", "none", "response length, both authors together"),
     _step("rollout/truncated_fraction", "fraction", "sample mean", "down", "share of responses cut at the length cap"),
     _step("rollout/failed_samples", "samples", "sum over the step", "down", "responses that could not be written"),
@@ -95,14 +99,31 @@ _TABLE = (
         "responses",
         "sum over the step",
         "down",
-        "responses whose scoring took longer than reward.timeout_s; their reward is 0",
+        "responses whose scoring took longer than reward.timeout_s: their reward is 0; of a reward of your own longer than "
+        "reward.own_timeout_s: they have none",
     ),
     _step(
         "reward/errors",
         "responses",
         "sum over the step",
         "down",
-        "responses whose scoring went past another limit (memory, length, a process that died twice); their reward is 0",
+        "responses whose scoring went past another limit (memory, length, a process that died twice); their reward is 0, of a "
+        "reward of your own: they have none",
+    ),
+    *(
+        _step(f"reward/{name}", "responses", "sum over the step", "down", f"responses without a reward: {what}")
+        for name, what in (
+            ("raised", "your function raised"),
+            ("invalid", "it answered no finite number, other parts than before, or not one answer for each of a batch"),
+            ("unreachable", "your server gave no answer that can be used, after reward.own_retries repeats"),
+        )
+    ),
+    _step(
+        "reward/failed_samples",
+        "responses",
+        "sum over the step",
+        "down",
+        "responses without a reward, of any of these kinds: masked in the task reward (reward.on_failed_sample)",
     ),
     _step(
         "rollout/text_markers",
@@ -275,6 +296,20 @@ _TABLE = (
         )
         for i in range(10)
     ),
+    _step(
+        "selection/end_of_turn",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "selected tokens that are ends of turn",
+    ),
+    _step(
+        "selection/end_of_turn_kept",
+        "fraction",
+        "ratio of sums",
+        "none",
+        "ends of turn among the tokens that may be selected which are",
+    ),
     *(
         _step(
             f"selection/overlap_{name}",
@@ -380,7 +415,25 @@ _TABLE = (
         "eval/reward_timeouts", "responses", "sum over the step", "down", "reward/timeouts of the held-out responses"
     ),
     _eval("eval/reward_errors", "responses", "sum over the step", "down", "reward/errors of the held-out responses"),
+    _eval(
+        "eval/reward_failed_samples",
+        "responses",
+        "sum over the step",
+        "down",
+        "reward/failed_samples of the held-out responses; accuracies are of the others",
+    ),
+    _eval("eval/reward_mean", "reward", "sample mean", "up", "reward of the held-out tandem responses"),
 )
+
+
+def part_metric(room: str, task: str, part: str) -> str:
+    """The name of the mean of a reward's named part on dashboards; in reward_parts.jsonl task and part are values.
+
+    >>> part_metric("rollout", "sums", "brief")
+    'rollout/reward_parts/sums/brief'
+    """
+    return f"{room}/reward_parts/{task}/{part}"
+
 
 METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _TABLE})
 assert len(METRICS) == len(_TABLE), "a metric name appears twice"

@@ -18,9 +18,11 @@ from types import TracebackType
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
-from rich.table import Column
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from slime_tandem.files import parse_json, record_of
@@ -56,13 +58,6 @@ class ProgressRecord(BaseModel):
             return None
 
 
-class _Elapsed(ProgressColumn):
-    """Time of a task that is under way: seconds with one decimal, then minutes."""
-
-    def render(self, task: Task) -> Text:
-        return Text(duration(task.elapsed or 0.0), style="progress.elapsed")
-
-
 class RunProgress:
     """Shows the phases of a run; a context manager, which notes in progress.json how the run ended.
 
@@ -76,38 +71,33 @@ class RunProgress:
         self.console = console or Console(stderr=True)
         self.quiet = quiet
         self._clock = clock
-        self._started = self._since = clock()
+        self._started = self._since = self._part_since = clock()
         self._phase, self._done, self._total, self._unit = "", 0, 0, ""
+        self._done_before = 0
+        self._part, self._shown_figures = "", ""
         self._folder: Path | None = None
-        self._bars: Progress | None = None
-        self._now: TaskID | None = None
-        self._steps: TaskID | None = None
-        self._shown = False
+        self._spinner = Spinner("dots", style="progress.spinner")
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal and not self.quiet:
-            self._bars = Progress(
-                SpinnerColumn(finished_text=" "),
-                TextColumn(
-                    "{task.description}", markup=False, table_column=Column(ratio=2, overflow="ellipsis", no_wrap=True)
-                ),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[count]}", markup=False),
-                _Elapsed(),
+            self._live = Live(
+                get_renderable=self._display,
                 console=self.console,
+                refresh_per_second=8,
                 transient=True,
                 # What is printed to standard output while it is a pipe must not turn up on the terminal.
                 redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
             )
-            self._bars.start()
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._end_phase()
-        if self._bars is not None:
-            self._bars.stop()
         state: State = "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         self._write(state)
+        self._end_phase("✓" if error is None else "✗")
+        if self._live is not None:
+            self._live.stop()
 
     def record_in(self, folder: Path) -> None:
         """Write progress.json in a run's folder from now on."""
@@ -116,49 +106,30 @@ class RunProgress:
 
     def phase(self, text: str, *, total: int = 0, unit: str = "") -> None:
         """Begin a phase, which ends the one before; `total` `unit`s of it are counted by `advance`."""
-        self._end_phase()
-        self._phase, self._done, self._total, self._unit, self._since = text, 0, total, unit, self._clock()
-        if self._bars is not None:
-            self._now = self._bars.add_task(text, total=total or None, count=self._count())
-        else:
-            self._line(text)
-        self._write("running")
+        self._begin(text, total, unit, 0)
 
     def advance(self, what: str = "") -> None:
         """One more of the phase's units is done; `what` it was, for a log."""
         self._done += 1
-        if self._bars is not None and self._now is not None:
-            self._bars.update(self._now, completed=self._done, count=self._count())
-        elif what:
+        if what and self._live is None:
             self._line(f"  {what}")
         self._write("running")
 
     def steps(self, label: str, total: int, done: int) -> None:
         """Begin the steps of an arm, of which `done` are of an earlier part of a resumed run."""
-        self.phase(f"{label}: training", total=total, unit="step")
-        self._done = done
-        if self._bars is not None and self._now is not None:
-            self._steps = self._bars.add_task("  ", total=None, count="")
-            self._bars.update(self._now, completed=done, count=self._count())
-        self._write("running")
+        self._begin(f"{label}: training", total, "step", done)
 
     def part(self, text: str) -> None:
         """What is under way within the phase; seen on a terminal alone."""
-        if self._bars is None or self._now is None:
-            return
-        if self._steps is not None:
-            self._bars.reset(self._steps, description=f"  {text}", count="")
-        else:
-            self._bars.update(self._now, description=f"{self._phase}: {text}")
+        self._part, self._part_since = text, self._clock()
 
     def step(self, row: Mapping[str, float | None]) -> None:
         """One more step of the phase `steps` is done; `row` are its metrics."""
         self._done += 1
-        if self._bars is not None and self._now is not None:
-            self._bars.update(self._now, completed=self._done, count=f"{self._count()}  {_figures(row)}")
-        else:
+        self._shown_figures = _figures(row)
+        if self._live is None:
             label = self._phase.removesuffix(": training")
-            self._line(f"{label} {self._done}/{self._total}  {_figures(row)}", timed=False)
+            self._line(f"{label} {self._done}/{self._total}  {self._shown_figures}", timed=False)
         self._write("running")
 
     def say(self, text: str) -> None:
@@ -170,15 +141,53 @@ class RunProgress:
         """A line that is shown in quiet mode, too."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
-    def _end_phase(self) -> None:
-        if self._bars is None or self._now is None:
+    def _begin(self, text: str, total: int, unit: str, done: int) -> None:
+        self._end_phase("✓")
+        self._phase, self._total, self._unit, self._since = text, total, unit, self._clock()
+        self._done = self._done_before = done
+        self._part = self._shown_figures = ""
+        if self._live is None:
+            self._line(text)
+        self._write("running")
+
+    def _end_phase(self, mark: str) -> None:
+        """On a terminal: leave a line of the phase that is over."""
+        if self._live is None or not self._phase:
             return
-        for task in (self._now, self._steps):
-            if task is not None:
-                self._bars.remove_task(task)
-        text = f"{self._phase}{f' ({self._count()})' if self._total else ''}"
-        self.console.print(Text.assemble(("✓ ", "green"), text, (f"  {duration(self._clock() - self._since)}", "dim")))
-        self._now = self._steps = None
+        count = f" ({self._count()})" if self._total else ""
+        took = f"  {duration(self._clock() - self._since)}"
+        colour = "green" if mark == "✓" else "red"
+        self.console.print(Text.assemble((f"{mark} ", colour), f"{self._phase}{count}", (took, "dim")))
+        self._phase = ""
+
+    def _display(self) -> RenderableType:
+        """What moves: the phase with its bar; what is under way within it; the figures of the last step."""
+        if not self._phase:
+            return Text("")
+        now = self._clock()
+        bar = ProgressBar(self._total, self._done, width=16) if self._total else Text("")
+        left = (
+            (now - self._since) / (self._done - self._done_before) * (self._total - self._done)
+            if self._moves()
+            else 0.0
+        )
+        times = duration(now - self._since) + (f", {duration(left)} left" if left else "")
+        line = Table.grid(padding=(0, 1))
+        line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, overflow="ellipsis")
+        for _ in range(3):
+            line.add_column(no_wrap=True)
+        line.add_row(self._spinner, Text(self._phase), bar, Text(self._count()), Text(times, style="progress.elapsed"))
+        lines: list[RenderableType] = [line]
+        if self._part:
+            part = Text.assemble(f"  {self._part}", (f"  {duration(now - self._part_since)}", "progress.elapsed"))
+            lines.append(_one_line(part))
+        if self._shown_figures:
+            lines.append(_one_line(Text(f"  {self._shown_figures}", style="dim")))
+        return Group(*lines)
+
+    def _moves(self) -> bool:
+        return self._unit == "step" and self._done > self._done_before
 
     def _line(self, text: str, *, timed: bool = True) -> None:
         if not self.quiet:
@@ -215,6 +224,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _one_line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def _figures(row: Mapping[str, float | None]) -> str:

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
-from slime_tandem.report.metrics import Row, check_row
+from slime_tandem.report.metrics import Row, check_row, part_metric
+from slime_tandem.report.trackers import Trackers
 from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
@@ -37,7 +38,16 @@ RIGHT = "right"
 """What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
 
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
-_FREE_ON_RESUME = ("name", "runs_dir", "control", "train.steps", "train.save_every", "train.threads", "eval.every")
+_FREE_ON_RESUME = (
+    "name",
+    "runs_dir",
+    "control",
+    "train.steps",
+    "train.save_every",
+    "train.threads",
+    "eval.every",
+    "report_to",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,10 @@ class Transcript:
     prompt: str
     label: str | None
     task: str
-    reward: float
+    reward: float | None
     finish_reason: str
     tokens: tuple[TranscriptToken, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
@@ -81,7 +92,7 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     tokens = tuple(
         TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
-    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens, scored.parts)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -134,7 +145,7 @@ def require_same_settings(path: Path, config: RunConfig) -> None:
     """Raise RunDirError, naming the first difference, unless `path` holds the settings of `config` (servers may differ)."""
     old, new = _flat(RunConfig.load(path)), _flat(config)
     for name in sorted(old.keys() | new.keys()):
-        if name in _FREE_ON_RESUME or name.startswith("engine."):
+        if name in _FREE_ON_RESUME or name.startswith(("engine.", "tracking.")):
             continue
         if old.get(name) != new.get(name):
             raise RunDirError(
@@ -152,20 +163,25 @@ class RunWriter:
     run again are dropped. An evaluation at `resume_step` is of weights that the checkpoint holds: it stays, and writing
     the same (step, phase) again replaces it.
 
+    `tensorboard`: write an event file, too. `trackers` get every row of a step and of an evaluation.
+
     Raises RunDirError if a new run finds rows of an older one, if a resumed one lacks rows of steps that are done, or if the
     folder cannot be written (full disk, rights).
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
-        self.run_dir = run_dir
+    def __init__(
+        self, run_dir: Path, *, resume_step: int | None, tensorboard: bool = True, trackers: Trackers | None = None
+    ) -> None:
+        self.run_dir, self._trackers = run_dir, trackers
         self._resumed = resume_step is not None
-        self._metrics, self._evals, self._transcripts, self._rewards = (
-            run_dir / name for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl")
+        self._metrics, self._evals, self._transcripts, self._rewards, self._parts = (
+            run_dir / name
+            for name in ("metrics.jsonl", "eval.jsonl", "transcripts.jsonl", "rewards.jsonl", "reward_parts.jsonl")
         )
         with disk_errors(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
-            for path in (self._metrics, self._evals, self._transcripts, self._rewards):
+            for path in (self._metrics, self._evals, self._transcripts, self._rewards, self._parts):
                 if path.exists() and path.stat().st_size:
                     raise RunDirError(
                         "run folder", str(run_dir), "no rows of an earlier run", "resume it, or choose another `name`"
@@ -175,12 +191,13 @@ class RunWriter:
             _keep_rows(self._metrics, lambda row: row["step"] < resume_step)
             _keep_rows(self._rewards, lambda row: row["step"] < resume_step)
             _keep_rows(self._evals, lambda row: row["step"] <= resume_step)
+            _keep_rows(self._parts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
             _keep_rows(self._transcripts, lambda row: row["step"] < resume_step + (row.get("phase") == "eval"))
         last = max((row["step"] for row in read_rows(self._metrics)), default=None)
         self._last_step: int | None = last
         self._seen = {(row["step"], row.get("phase")) for row in read_rows(self._evals)}
         self._files: dict[Path, FileIO] = {}
-        self._events = _EventFile(run_dir / "tb", purge_from=resume_step)
+        self._events = _EventFile(run_dir / "tb", purge_from=resume_step) if tensorboard else None
 
     def _require_past(self, steps: int) -> None:
         """A row for each step that the checkpoint has done: each was on the disk before the checkpoint was."""
@@ -207,12 +224,25 @@ class RunWriter:
         assert self._last_step is None or step > self._last_step, f"step {step} after step {self._last_step}"
         self._append(self._metrics, [{"step": step, **row}])
         self._last_step = step
-        self._events.scalars(step, row)
+        self._report(step, row)
 
     def write_rewards(self, step: int, histograms: Sequence[Mapping[str, Any]]) -> None:
         """Append a step's `objective.advantages.reward_histograms`, one row per task tag; TensorBoard gets them, too."""
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
-        self._events.histograms(step, histograms)
+        if self._events is not None:
+            self._events.histograms(step, histograms)
+
+    def write_parts(self, step: int, phase: Literal["train", "eval"], records: Sequence[Mapping[str, Any]]) -> None:
+        """Append what `training.metrics.part_means` found of a step; those of an evaluation replace the ones of the same step.
+
+        The trackers get the means, as `rollout/reward_parts/<task>/<part>` or `eval/reward_parts/...`.
+        """
+        if phase == "eval":
+            _keep_rows(self._parts, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
+        if records:
+            self._append(self._parts, [{"step": step, "phase": phase, **record} for record in records])
+            room = "rollout" if phase == "train" else "eval"
+            self._report(step, {part_metric(room, r["task"], r["part"]): r["mean"] for r in records})
 
     def write_eval(
         self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
@@ -228,7 +258,7 @@ class RunWriter:
             self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
         )
         self._seen.add((step, phase))
-        self._events.scalars(step, row)
+        self._report(step, row)
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
         """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.
@@ -246,7 +276,14 @@ class RunWriter:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _report(self, step: int, row: Row) -> None:
+        if self._events is not None:
+            self._events.scalars(step, row)
+        if self._trackers is not None:
+            self._trackers.log(step, row)
 
     def __enter__(self) -> Self:
         return self
@@ -321,7 +358,7 @@ class _EventFile:
 
 
 def _check_finite(t: Transcript) -> None:
-    values = [("reward", t.reward)]
+    values = [] if t.reward is None else [("reward", t.reward)]
     values += [("log_prob", k.log_prob) for k in t.tokens]
     values += [("teacher_log_prob", k.teacher_log_prob) for k in t.tokens if k.teacher_log_prob is not None]
     for name, value in values:
@@ -336,7 +373,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
         {"text": k.text, "author": k.author, "log_prob": k.log_prob, "teacher_log_prob": k.teacher_log_prob}
         for k in t.tokens
     ]
-    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward}
+    head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward, "parts": dict(t.parts)}
     return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
 
 

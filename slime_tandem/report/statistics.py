@@ -1,4 +1,4 @@
-"""pass@k, intervals by a bootstrap over prompts, and intervals of differences of shares.
+"""pass@k, intervals by a bootstrap over prompts, or over runs and prompts, and of differences of shares; Holm's correction.
 
 Every figure of an evaluation is a ratio of two sums over prompts (a mean is one whose denominator counts the prompts).
 The prompts are what was sampled, so they are what is resampled: all responses of a prompt move together, and all figures
@@ -128,6 +128,47 @@ def interval(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estim
         share = 1.0 - float(known.mean())
         return Estimate(value, None, None, f"{zero} in {share:.1%} of the resamples")
     return Estimate(value, float(low), float(high))
+
+
+def of_runs(runs: Sequence[FloatArray], *, resamples: int, seed: int) -> Estimate:
+    """The mean over runs of each run's mean over prompts, with a percentile interval of a hierarchical bootstrap.
+
+    `runs`: per run (a training seed) the values [N] of its own prompts, e.g. differences of two arms by prompt. Runs are
+    drawn with replacement, then as many prompts within each drawn run as it has. With few runs the interval is too narrow: R
+    runs know their own spread with R - 1 degrees of freedom, and a resample holds some of them twice.
+
+    >>> of_runs([np.array([0.0, 1.0]), np.array([1.0, 1.0])], resamples=100, seed=0).value
+    0.75
+    """
+    assert runs, "no run"
+    assert all(len(run) for run in runs), "a run without prompts"
+    rng = np.random.default_rng(seed)
+    # A resample of a run's prompts is independent of which runs are drawn beside it: one per place.
+    drawn = rng.integers(len(runs), size=(resamples, len(runs)))
+    means = np.zeros_like(drawn, np.float64)
+    for number, run in enumerate(runs):
+        places = np.flatnonzero(drawn.ravel() == number)
+        block = max(1, _COUNTS_AT_ONCE // len(run))
+        for start in range(0, len(places), block):
+            part = places[start : start + block]
+            means.ravel()[part] = run[rng.integers(len(run), size=(len(part), len(run)))].mean(axis=1)
+    value = np.array([np.mean([run.mean() for run in runs])])
+    all_means = np.concatenate([value, means.mean(axis=1)])
+    return interval(all_means, np.ones_like(all_means), "no prompts")
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected together (Holm 1979): the chance of one false alarm among all stays below the level.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    out, least = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * p_values[i]))
+        out[i] = least
+    return out
 
 
 def difference_interval(before: float, after: float, n: int) -> tuple[float, float]:

@@ -13,9 +13,8 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.summary import DASH
-from slime_tandem.types import SENIOR
+from slime_tandem.types import SENIOR, is_right
 
 MAX_TRANSCRIPTS = 40
 """Transcripts in one report; with the other bounds here it bounds the file's size."""
@@ -140,14 +139,15 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
     if len(raw) > MAX_TOKENS:
         head, tail = raw[: MAX_TOKENS * 4 // 5], raw[-(MAX_TOKENS // 5) :]
     senior = sum(token["author"] == SENIOR for token in raw)
+    parts: Mapping[str, float] = row.get("parts", {})
     return TranscriptView(
         step=row["step"],
         column=column,
         prompt=passage(str(row["prompt"])),
         label=None if row["label"] is None else passage(str(row["label"])),
         task=passage(str(row["task"]), 200),
-        reward=f"{row['reward']:.2f}",
-        right=row["reward"] >= RIGHT_REWARD,
+        reward=_said_reward(row["reward"], parts),
+        right=is_right(row["reward"], parts),
         finish=passage(_FINISH.get(row["finish_reason"], str(row["finish_reason"])), 200),
         n_tokens=len(raw),
         senior_share=f"{100 * senior / len(raw):.0f}%" if raw else DASH,
@@ -156,6 +156,13 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
         skipped=len(raw) - len(head) - len(tail),
         tail=tuple(_token(token) for token in tail),
     )
+
+
+def _said_reward(reward: float | None, parts: Mapping[str, float]) -> str:
+    if reward is None:
+        return "none: it failed"
+    of = ", ".join(f"{name} {value:.2f}" for name, value in list(parts.items())[:64])
+    return f"{reward:.2f}" + (f" ({of})" if of else "")
 
 
 def _token(token: Mapping[str, Any]) -> TokenView:

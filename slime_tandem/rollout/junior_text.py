@@ -9,10 +9,15 @@ and counts it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from slime_tandem.errors import ModelError
 from slime_tandem.tokens.speller import Speller
+from slime_tandem.types import Message
+
+Between = Callable[[Sequence[Message], int], list[int]]
+"""(messages, the last id of the turn before) -> ids of a template from there to the next turn; ModelError: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class Translation:
 
 
 class JuniorText:
-    """The junior's view of one response. `prompt_ids` are of the junior's own chat template.
+    """The junior's view of one response. `prompt_ids` are of the junior's own chat template, and so is what stands between two
+    turns (`between`, None: the senior's markup is spelt as far as it goes).
 
     >>> from slime_tandem.tokens.token_bytes import TokenBytes
     >>> table = TokenBytes((b"a", b"b", None), frozenset({2}), frozenset({2}))
@@ -44,19 +50,47 @@ class JuniorText:
     Translation(ids=(0, 1, 2), log_probs=(0.0, -0.5, -0.25), complete=True)
     """
 
-    def __init__(self, junior: Speller, senior: Speller, prompt_ids: Sequence[int]) -> None:
-        self.junior, self.senior = junior, senior
+    def __init__(
+        self, junior: Speller, senior: Speller, prompt_ids: Sequence[int], between: Between | None = None
+    ) -> None:
+        self.junior, self.senior, self._between = junior, senior, between
         self._ids = list(prompt_ids)
         self._seen = 0  # response tokens, in senior ids, that `_ids` covers
 
-    def context(self, response_ids: Sequence[int]) -> tuple[int, ...] | None:
-        """The junior's prompt and the response so far in its own ids; None if the response has no exact form in them."""
-        spelt = self._respell(response_ids[self._seen :])
-        if spelt is None:
-            return None
-        self._ids += spelt
-        self._seen = len(response_ids)
-        return tuple(self._ids)
+    def context(
+        self,
+        response_ids: Sequence[int],
+        inserted: Sequence[tuple[int, int]] = (),
+        messages: Sequence[Sequence[Message]] = (),
+    ) -> tuple[int, ...] | None:
+        """The junior's prompt and the response so far in its own ids; None if the response has no exact form in them.
+
+        `inserted` spans of it show the `messages` of each.
+        """
+        ids, at = list(self._ids), self._seen
+        for start, stop, shown in [
+            *self._turns_to_come(inserted, messages),
+            (len(response_ids), len(response_ids), ()),
+        ]:
+            spelt = self._respell(response_ids[at:start])
+            if spelt is None:
+                return None
+            ids, at = ids + spelt, stop
+            if shown and self._between is not None:
+                try:
+                    ids += self._between(shown, ids[-1])
+                except ModelError:  # its template has no such messages
+                    return None
+        self._ids, self._seen = ids, len(response_ids)
+        return tuple(ids)
+
+    def _turns_to_come(
+        self, inserted: Sequence[tuple[int, int]], messages: Sequence[Sequence[Message]]
+    ) -> Iterator[tuple[int, int, Sequence[Message]]]:
+        """(start, stop, messages) of the spans that are not read yet, and that the junior reads in its own markup."""
+        for (start, stop), shown in zip(inserted, messages, strict=True):
+            if start >= self._seen and shown and self._between is not None:
+                yield start, stop, shown
 
     def translate(self, ids: Sequence[int], log_probs: Sequence[float]) -> Translation:
         """The junior's ids and log-probs [n] in the senior's vocabulary."""

@@ -209,7 +209,8 @@ class TandemWriter:
         """Who writes next, and the context in that author's own ids."""
         junior_text = self.options.junior_text
         if self._open.author == JUNIOR and junior_text is not None:
-            context = junior_text.context(self.transcript.ids)
+            t = self.transcript
+            context = junior_text.context(t.ids, t.inserted, t.messages)
             if context is not None:
                 return JUNIOR, context
             self._fall_back("the senior's text", "junior's")

@@ -7,7 +7,6 @@ inside functions: this module loads without them.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +30,22 @@ from slime_tandem.slime_hooks import adaptive, passes, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.kl_tail import KlTail
 from slime_tandem.slime_hooks.refused import OUR_REWARD
+from slime_tandem.slime_hooks.rewarding import Judges, response_of, task_of
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE, Parked
-from slime_tandem.tasks.families import find_reward, quick_of, require_for_labels
-from slime_tandem.tasks.judging import Judge, Verdict, counted
+from slime_tandem.tasks.first_look import looks, why_equal
+from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.own_code import check_extensions
 from slime_tandem.team.token_bank import TokenBank
-from slime_tandem.training.metrics import response_metrics, teacher_metrics
-from slime_tandem.training.rows import build_rows
-from slime_tandem.types import FloatArray, Prompt, ScoredSample
+from slime_tandem.training.metrics import (
+    part_means,
+    part_scalars,
+    response_metrics,
+    rewards_by_task,
+    teacher_metrics,
+)
+from slime_tandem.training.rows import build_rows, takes_part
+from slime_tandem.types import FloatArray, ScoredSample
 
 logger = logging.getLogger(__name__)
 
@@ -81,43 +87,77 @@ async def _write(args: Any, sample: Any, sampling_params: Mapping[str, Any], *, 
     return sample
 
 
-async def reward(args: Any, sample: Any, **_: Any) -> float:
+async def reward(args: Any, sample: Any, **_: Any) -> Any:
     """`--custom-rm-path`: what the sample's task names in `tasks[].reward`, else 1.0 if the answer in the response (`<answer>`,
     else a box) is the label, else 0.0.
 
     What the local runtime gives (a family's own scorer apart); generate uses it where no reward is named. The task is that of
     number `metadata["spec"]`, as in the prompt files of `slime-tandem config --slime`, else the first. It is scored outside of
-    the event loop, within the limits of `reward`; one past them gets 0.0 and is counted. Raises ConfigError and DataError as
-    a `TaskSet`.
+    the event loop, within the limits of `reward`; one past them gets 0.0 from a built-in scorer and none from the user's, and
+    is counted: slime is told 0.0 of it, and it takes no part. With `--group-rm` slime gives a list of samples. With
+    `--reward-key` the answer is a mapping. Raises ConfigError and DataError as a `TaskSet`, and DataError for a reward that
+    failed where `reward.on_failed_sample` is stop, or where slime's own advantages would count it as 0.
     """
-    tasks, index = settings(args).tasks, (sample.metadata or {}).get("spec")
-    index = index if isinstance(index, int) and 0 <= index < len(tasks) else 0
-    label = None if sample.label is None else str(sample.label)
-    judge, by_label = _judge(settings(args), index)
-    if by_label and label is None:
-        return 0.0
-    prompt = Prompt(f"slime/{sample.group_index}", (), label, "slime") if by_label else wire.prompt_of(sample)
-    (verdict,) = await asyncio.to_thread(judge.verdicts, [(prompt, sample.response)])
-    if verdict.problem is not None:
-        sample.metadata = {**(sample.metadata or {}), wire.PROBLEM: verdict.problem}
-    return verdict.reward
+    judges = _judges(settings(args))
+    if isinstance(sample, list):
+        return await _reward_group(args, sample, judges)
+    index = task_of(sample, judges.config)
+    if judges.by_label(index) and sample.label is None:
+        return _told(args, Verdict(0.0))
+    verdict = await judges.verdict(index, response_of(sample, text_alone=judges.by_label(index)))
+    return _kept(args, sample, verdict)
+
+
+async def _reward_group(args: Any, samples: Sequence[Any], judges: Judges) -> list[Any]:
+    """Of a whole group (`--group-rm`), in one call of a function of batches; what could not be written keeps what it has."""
+    written = [s for s in samples if _unwritten(s) is None]
+    indices = [task_of(s, judges.config) for s in written]
+    found: dict[int, Any] = {}
+    for index in dict.fromkeys(indices):
+        mine = [s for s, i in zip(written, indices, strict=True) if i == index]
+        if judges.judge(index).own is None:
+            values = [await reward(args, s) for s in mine]
+        else:
+            verdicts = await judges.verdicts(index, [response_of(s, text_alone=False) for s in mine])
+            values = [_kept(args, s, verdict) for s, verdict in zip(mine, verdicts, strict=True)]
+        found |= {id(s): value for s, value in zip(mine, values, strict=True)}
+    return [found.get(id(s), s.reward if s.reward is not None else _told(args, Verdict(0.0))) for s in samples]
+
+
+def _kept(args: Any, sample: Any, verdict: Verdict) -> Any:
+    wire.put_verdict(sample, verdict)
+    if verdict.reward is None:
+        own_advantages = getattr(args, "custom_reward_post_process_path", None) is None
+        if own_advantages or settings(args).reward.on_failed_sample == "stop":
+            raise DataError(
+                f"reward of sample {sample.index}",
+                f"none ({verdict.problem}: {verdict.why})",
+                "a number, as slime's own advantages would count it as 0" if own_advantages else "a number",
+                "mend tasks[].reward, give it time by reward.own_timeout_s"
+                + (", or name our reward_post_process, which leaves it out" if own_advantages else ""),
+            )
+    return _told(args, verdict)
+
+
+def _told(args: Any, verdict: Verdict) -> Any:
+    """What slime is told: a number, or with `--reward-key` the parts with that number under the key."""
+    value = 0.0 if verdict.reward is None else verdict.reward
+    keys = [key for name in ("reward_key", "eval_reward_key") if (key := getattr(args, name, None))]
+    return {**verdict.parts, **dict.fromkeys(keys, value)} if keys else value
 
 
 def check_rewards(args: Any, config: RunConfig) -> None:
     """Raise ConfigError for a reward of ours that would fail at its first answer; nothing where slime's own is used."""
     if getattr(args, "rm_type", None) is None and getattr(args, "custom_rm_path", None) in (None, OUR_REWARD):
         for index in range(len(config.tasks)):
-            _judge(config, index)
+            _judges(config).judge(index)
 
 
-def _judge(config: RunConfig, index: int) -> tuple[Judge, bool]:
-    """(what scores the responses to a task, whether it compares them with labels). Raises ConfigError as a `TaskSet`."""
-    spec, where = config.tasks[index], f"tasks.{index}"
-    find_reward(spec, where)
-    if spec.reward is None:  # a family's own scorer knows more than slime's sample holds
-        spec = spec.model_copy(update={"reward": "label"})
-    require_for_labels(spec, where)
-    return Judge(spec, where, config.reward, quick_of(spec, None)), spec.by_label
+def _judges(config: RunConfig) -> Judges:
+    if STATE.manager.judges is None or STATE.manager.judges.config is not config:
+        STATE.manager.judges = Judges(config)
+    judges: Judges = STATE.manager.judges
+    return judges
 
 
 async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
@@ -136,14 +176,26 @@ def log_rollout(
     _leave_out(args, samples)  # slime's own log looks at every sample's reward
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
-        scored = [_scored(s, args, settings(args)) for s in written]
+        config = settings(args)
+        require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample)
+        scored = [_scored(s, args, config) for s in written]
         ends, markers = wire.ends_of(written), wire.markers_of(written)
-        tasks = reward_histograms([s.reward for s in scored], [s.sample.prompt.task for s in scored])
-        by_task = {f"rollout/reward_by_task/{row['task']}": row["mean"] for row in tasks}
+        by_task = {
+            f"rollout/reward_by_task/{row['task']}": row["mean"] for row in reward_histograms(*rewards_by_task(scored))
+        }
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
-        loop = runtime.take_heartbeats()
-        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task, **loop})
+        metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
+        _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
+        if rollout_id == 0 and config.objective.reward_coef > 0:
+            _warn_if_equal(args, config, scored)
     return False
+
+
+def _warn_if_equal(args: Any, config: RunConfig, scored: Sequence[ScoredSample]) -> None:
+    named = getattr(args, "custom_rm_path", None) or getattr(args, "rm_type", None)
+    cause = why_equal(config.tasks, looks(scored), None if named == OUR_REWARD else named)
+    if cause is not None:
+        logger.warning("\n  ".join([f"nothing to learn from: {cause.found}. {cause.remedy}.", *cause.examples]))
 
 
 def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: Any) -> bool:
@@ -151,8 +203,15 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
     args.logged_eval_rollout_id = rollout_id  # for slime's contract tests alone, which ask whether the hook ran
     for name, found in data.items():
         written = [s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
-        if written:
-            metrics = {**response_metrics([_scored(s, args, settings(args)) for s in written]), **_past_limits(written)}
+        if any(failed := [wire.UNREWARDED in (s.metadata or {}) for s in found.get("samples") or ()]):
+            require_some([wire.verdict_of(s) for s in found["samples"]], "mask")
+            if not getattr(args, "log_passrate", False):  # which takes groups of one size
+                # slime's mean is over these: one without a reward is no 0
+                found["rewards"][:] = [r for r, f in zip(found["rewards"], failed, strict=True) if not f]
+        if any(wire.UNREWARDED not in s.metadata for s in written):
+            scored = [_scored(s, args, settings(args)) for s in written]
+            metrics = {**response_metrics(scored), **_past_limits(written)}
+            metrics |= {k.removeprefix("rollout/"): v for k, v in part_scalars("rollout", part_means(scored)).items()}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
     return False
 
@@ -169,14 +228,17 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     _leave_out(args, samples)
     raw = [_reward_of(s, args) for s in samples]
     written = [s for s in samples if _unwritten(s) is None]
+    require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample)
     groups = wire.groups_of(written)
     if (
         all(s.rollout_log_probs is None for s in written) and written
     ):  # nothing to carry: a trainer with our loss will say so
         o = config.objective
-        values, _ = group_advantages([_reward_of(s, args) for s in written], groups, o.scale_advantages, o.baseline)
+        rewarded = [(s, g) for s, g in zip(written, groups, strict=True) if not _unrewarded(s)]
+        rewards = [_reward_of(s, args) for s, _ in rewarded]
+        values, _ = group_advantages(rewards, [g for _, g in rewarded], o.scale_advantages, o.baseline)
         clipped = clip_advantages(values, o.clip_advantages)[0].tolist()
-        of = {id(s): value for s, value in zip(written, clipped, strict=True)}
+        of = {id(s): value for (s, _), value in zip(rewarded, clipped, strict=True)}
         for s in samples:
             if id(s) not in of:
                 s.remove_sample, s.rollout_log_probs = True, None  # slime looks at the first sample's alone
@@ -186,9 +248,9 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         for about, group in zip((_scored(s, args, config) for s in written), groups, strict=True)
     ]
     rollout_id = getattr(args, "logged_rollout_id", None)
-    rows, metrics = build_rows(scored, config, bank=TokenBank.of(config), rollout_id=rollout_id)
-    drop = config.opd.enabled and config.opd.on_failed_sample == "drop_sample"
-    kept = [s for s, about in zip(written, scored, strict=True) if not (drop and about.teacher is None)]
+    bank, ends = TokenBank.of(config), wire.ends_of(written)
+    rows, metrics = build_rows(scored, config, bank=bank, rollout_id=rollout_id, eos_ids=ends)
+    kept = [s for s, about in zip(written, scored, strict=True) if takes_part(about, config.opd)]
     width, advantages = wire.width_of(rows), dict.fromkeys(range(len(samples)), 0.0)
     place = {id(s): i for i, s in enumerate(samples)}
     for s in samples:
@@ -257,13 +319,20 @@ def _reward_of(sample: Any, args: Any) -> float:
 
 
 def _past_limits(samples: Sequence[Any]) -> dict[str, float]:
-    return counted([Verdict(0.0, (s.metadata or {}).get(wire.PROBLEM)) for s in samples])
+    return counted([wire.verdict_of(s) for s in samples])
+
+
+def _unrewarded(sample: Any) -> bool:
+    """Whether the user's reward failed: the 0.0 that slime sees is none."""
+    return wire.UNREWARDED in (sample.metadata or {})
 
 
 def _scored(sample: Any, args: Any, config: RunConfig) -> ScoredSample:
     teacher, error = wire.scores_of(sample)
     value = 0.0 if sample.reward is None else _reward_of(sample, args)
-    return ScoredSample(wire.response_of(sample, config.seed), value, teacher, error)
+    reward = None if _unrewarded(sample) else value
+    parts = {} if reward is None else wire.parts_of(sample)
+    return ScoredSample(wire.response_of(sample, config.seed), reward, teacher, error, parts)
 
 
 def _report(

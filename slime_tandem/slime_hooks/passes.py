@@ -1,8 +1,8 @@
 """Several passes over a rollout (`train.epochs_per_step`) by slime's trainer, whose `train` makes one.
 
 slime's train_actor takes three lists out of a rollout's data, the schedule of its steps, before it calls our hook, and its
-iterator keeps one of them: what is appended to these very lists is trained, too. The data get copies of one pass in their place,
-so that logs, dumps and forward passes see each sample once. It knows nothing of tokens and weights.
+iterator keeps one of them: what is appended to these very lists is trained, too. The data get copies of one pass in their
+place, so that logs, dumps and forward passes see each sample once. It knows nothing of tokens and weights.
 
 Checked against THUDM/slime 624b824a (backends/megatron_utils/{actor,model,data}.py).
 """
@@ -42,7 +42,7 @@ def repeat(rollout_data: dict[str, Any], passes: int) -> None:
 
 
 def check_taken(steps: int, of_pass: int, passes: int) -> None:
-    """Raise DataError where a rollout's trainer has taken `steps` steps and not all of `passes` times `of_pass` (0: none yet)."""
+    """Raise DataError where a rollout's trainer took `steps` steps and not all of `passes` times `of_pass` (0: none yet)."""
     if steps not in (0, of_pass * passes):
         raise DataError(
             "steps of the last rollout",

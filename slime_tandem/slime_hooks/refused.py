@@ -267,8 +267,7 @@ _OBJECTIVE = (
     ),
     Rule(
         "--lr-decay-style",
-        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, and the rate would be at its end "
-        "too early",
+        f"constant with {KEY}.train.epochs_per_step above 1: slime counts the steps of one pass, its schedule would end early",
         "set --lr-decay-style constant, or --lr-decay-iters",
         wrong=lambda value, _: value not in (None, "constant"),
         when=lambda job: job.config.train.epochs_per_step > 1 and job.value("--lr-decay-iters") is None,
@@ -454,8 +453,15 @@ _REWARD = (
         "--custom-rm-path",
         lambda job: f"not to be set with cluster.reward={job.config.cluster.reward!r}, which slime would pass over",
         "remove one of the two",
-        wrong=lambda value, _: value not in (None, OUR_REWARD),
+        wrong=lambda value, job: value not in (None, OUR_REWARD, job.config.cluster.reward),
         when=lambda job: job.config.cluster.reward is not None,
+        planned=True,
+    ),
+    Rule(
+        "--group-rm",
+        "not to be set with evaluations: slime evaluates no groups",
+        "set eval.every=null, or remove it",
+        when=lambda job: job.value("--eval-interval") is not None,
         planned=True,
     ),
     Rule(
@@ -547,8 +553,8 @@ PLANNED: dict[str, str] = {
 _BY_HAND = "start train.py without a plan (docs/slime.md)"
 _ROWS = "remove it: a plan writes the prompts itself; name your file by tasks: [{family: jsonl, path: FILE}]"
 REMEDIES: dict[str, str] = {
-    "--custom-rm-path": "remove it, and set tasks[].reward to a function of your own (module:attribute, docs/extending.md), "
-    "or cluster.reward to one of slime's rewards (remote_rm: a server of yours)",
+    "--custom-rm-path": "keep one of the two: tasks[].reward is a function of your own for both runtimes (module:attribute, "
+    "docs/extending.md), cluster.reward one of slime's rewards or a function of slime's signature (module.function)",
     "--input-key": f"{_ROWS}, whose lines have `messages` or `prompt`",
     "--label-key": f"{_ROWS}, whose lines have `label`",
     "--metadata-key": _ROWS,

@@ -184,15 +184,15 @@ class Runtime:
         if isinstance(sample.prompt, str) and sample.prompt:
             text = sample.prompt
             if self._chat.text_markers != "allow" and self._chat.count_markers(prompt.messages):
-                messages = [m.as_dict() for m in prompt.messages]
-                if self._chat.template(messages, generation=True, tools=prompt.tools) != text:
+                ids = self._chat.render_again(text, prompt.messages, prompt.tools)
+                if ids is None:
                     raise DataError(
                         f"prompt of sample {sample.index}",
                         text[:200],
                         "its messages by the senior's template, as control tokens stand in them",
                         "let slime render the prompts, or set models.text_markers=allow",
                     )
-                return self._chat.render(prompt.messages, prompt.tools)
+                return ids
             return list(self.roster.student.hf.encode(text, add_special_tokens=False))
         return self._chat.render(prompt.messages, prompt.tools)
 

@@ -22,6 +22,8 @@ _SLIMES_OWN: dict[str, str] = {
     "runs_dir": "--save",
     "optimizer": "--optimizer, --lr and the like",
     "control": "a second launch without our flags",
+    "report_to": "--use-wandb and --use-tensorboard",
+    "tracking": "--wandb-project, --wandb-team and --wandb-mode",
     "serving": "--sglang-config",
     "eval": "--eval-prompt-data, --eval-interval and --eval-config",
     "engine.threads": "--sglang-config",

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ManagerState:
-    """Of the rollout manager, read and written by runtime.py alone.
+    """Of the rollout manager, read and written by runtime.py, and `judges` by hooks.py, alone.
 
     `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
-    being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each.
+    being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each; `judges`: the
+    `rewarding.Judges` of the configuration.
     """
 
     installed: Any = None
+    judges: Any = None
     running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -40,8 +42,8 @@ class Parked:
     """The rollout that is trained on, between the hooks of one trainer rank.
 
     `rollout_data`: slime's own, by identity. `channels`: [r, C] of each sample, None on a pipeline stage without the loss.
-    `weighted`: of each optimizer step of a pass, whether any token of any rank carries policy-gradient weight. `steps`: begun so
-    far, over all passes.
+    `weighted`: of each optimizer step of a pass, whether any token of any rank carries policy-gradient weight. `steps`: begun
+    so far, over all passes.
     """
 
     rollout_data: dict[str, Any]
@@ -55,8 +57,8 @@ class TrainerState:
     """Of one trainer rank, read and written by hooks.py alone.
 
     `parked`: the rollout under way, set by `advantages` or `data_post_process`, replaced by the next rollout's; `coef`: the
-    `adaptive.AdaptiveCoef`, KL coefficient of `objective.kl_target`, made before the first step and kept to the end; `tail`: the
-    `kl_tail.KlTail`, likewise, where there is a KL.
+    `adaptive.AdaptiveCoef`, KL coefficient of `objective.kl_target`, made before the first step and kept to the end; `tail`:
+    the `kl_tail.KlTail`, likewise, where there is a KL.
     """
 
     parked: Parked | None = None

@@ -11,6 +11,7 @@ own objects, taken as they come: nothing here imports slime.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from slime_tandem.errors import (
 )
 from slime_tandem.objective.loss import PackedTokens
 from slime_tandem.tasks.jsonl import parse_messages
+from slime_tandem.tasks.judging import Verdict
 from slime_tandem.training.rows import TrainRow
 from slime_tandem.types import (
     SENIOR,
@@ -52,6 +54,10 @@ SCORES = "slime_tandem_scores"
 """The same for what the teachers said of it."""
 PROBLEM = "slime_tandem_reward"
 """The same for the limit that scoring its response went past: `timeout` or `error`."""
+UNREWARDED = "slime_tandem_no_reward"
+"""The same for why the user's reward gave none."""
+PARTS = "slime_tandem_reward_parts"
+"""The same for the named parts of its reward."""
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
 
@@ -245,7 +251,8 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    kept = {name: value for name, value in metadata.items() if name not in (MESSAGES, RECORD, SCORES, PROBLEM)}
+    ours = (MESSAGES, RECORD, SCORES, PROBLEM, UNREWARDED, PARTS)
+    kept = {name: value for name, value in metadata.items() if name not in ours}
     label = None if sample.label is None else str(sample.label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 
@@ -311,6 +318,38 @@ def failure_of(sample: Any) -> str | None:
     """Why a sample's response could not be written; None for one that was."""
     reason = (sample.metadata or {}).get(RECORD, {}).get("failed")
     return None if reason is None else str(reason)
+
+
+def put_verdict(sample: Any, verdict: Verdict) -> None:
+    """Keep what a reward of ours said beside its number: which limit it went past, why there is none, its parts."""
+    found: dict[str, Any] = {}
+    if verdict.problem is not None:
+        found[PROBLEM] = verdict.problem
+    if verdict.reward is None:
+        found[UNREWARDED] = verdict.why or str(verdict.problem)
+    if verdict.parts:
+        found[PARTS] = dict(verdict.parts)
+    if found:
+        sample.metadata = {**(sample.metadata or {}), **found}
+
+
+def verdict_of(sample: Any) -> Verdict:
+    """What `put_verdict` kept, for counting."""
+    metadata = sample.metadata or {}
+    why = metadata.get(UNREWARDED)
+    return Verdict(0.0 if why is None else None, metadata.get(PROBLEM), why=why or "")
+
+
+def parts_of(sample: Any) -> dict[str, float]:
+    """The named parts of a sample's reward: ours, or the numbers of slime's own mapping (`--reward-key`)."""
+    found = (sample.metadata or {}).get(PARTS)
+    if found is None:
+        found = sample.reward if isinstance(sample.reward, Mapping) else {}
+    return {
+        str(name): float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def response_of(sample: Any, seed: int = 0) -> TandemSample:

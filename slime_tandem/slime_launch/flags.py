@@ -7,6 +7,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from typing import Any
 import yaml
 
 from slime_tandem.config import RunConfig
+from slime_tandem.config.section import set_in
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
-from slime_tandem.slime_hooks.refused import KEY
+from slime_tandem.slime_hooks.refused import KEY, OUR_REWARD
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
 from slime_tandem.slime_launch.memory import SCORED_AT_ONCE, engine_memory, trainer_memory
@@ -56,7 +58,9 @@ WITH_JUNIOR = "hooks.generate_with_junior"
 """The same for an evaluation set that senior and junior write together."""
 LAYER_SPEC = ("spec", "layer_spec")
 """Module under `PACKAGE` and function of our layers without Transformer Engine."""
-LAUNCHING = ("name", "runs_dir", "optimizer", "train", "eval", "control", "serving", "cluster")
+LAUNCHING = (
+    "name", "runs_dir", "report_to", "tracking", "optimizer", "train", "eval", "control", "serving", "cluster"
+)  # fmt: skip
 """Sections that slime has by flags alone: its hooks refuse them in the settings file."""
 _CHUNKED = {
     "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
@@ -68,6 +72,7 @@ _SETTINGS_BY_FLAG = {
     "engine": ("threads", "max_batch", "cache_tokens"),
 }
 
+_LOCAL_ALONE = {"train.micro_batch_tokens", "train.threads"}
 _FUSED_DEFAULTS = ("--sglang-attention-backend", "--sglang-sampling-backend", "--sglang-grammar-backend")
 """What the fused engine takes on a GPU unless the user says otherwise."""
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
@@ -125,6 +130,7 @@ def plan(
     `extra`: further flags of slime. Raises ConfigError for whatever does not fit together, ModelError for a missing model.
     """
     assert (config.engine.mode == "fused") == (fused is not None)
+    config, extra = _with_reward(config, [*config.cluster.slime_flags, *extra])
     _not_under_slime(config)
     config, sides = beside(config)
     place = layout(config)
@@ -149,7 +155,7 @@ def plan(
             trains=card < place.trainer_gpus,
             writes=actor.start <= card < actor.start + actor.gpus,
         )
-    folder, extra = folder.resolve(), [*config.cluster.slime_flags, *extra]
+    folder = folder.resolve()
     routes = "--use-rollout-routing-replay" in split(extra)
     settings, servers = folder / "tandem.yaml", folder / "sglang.yaml"
     data, prompt_files = prompt_data(config, folder, with_junior=f"{PACKAGE}.{WITH_JUNIOR}")
@@ -171,6 +177,7 @@ def plan(
         *("--sglang-mem-fraction-static", f"{config.cluster.mem_fraction:g}"),
         *("--custom-config-path", str(settings)),
         *_hooks(config),
+        *_tracking(config, split(extra)),
     ]
     environment: dict[str, str] = dict(_CHUNKED) if config.opd.enabled else {}
     if fused is not None:
@@ -178,7 +185,11 @@ def plan(
         environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
-    extra += _first_wait(split(extra))
+    flags += _first_wait(split(extra))
+    if alone := [f"{name}={value!r}" for name, value in set_in(config.train, "train") if name in _LOCAL_ALONE]:
+        notes.append(
+            f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes"
+        )
     notes += _sizes_only(config, place, flags, fused=fused is not None)
     return Plan(place, environment, [*flags, *extra], files, _server_urls(config), notes, sides)
 
@@ -192,6 +203,26 @@ def _sizes(config: RunConfig) -> list[str]:
     if config.cluster.layer_spec == "own":
         flags = [word for word in flags if word not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
     return [*flags, *length]
+
+
+def _tracking(config: RunConfig, theirs: Mapping[str, Sequence[str]]) -> list[str]:
+    """slime's flags for `report_to`, without those of which the user gives one."""
+    to, tracking = config.report_to, config.tracking
+    flags: dict[str, tuple[str, ...]] = {}
+    project = tracking.project_of("wandb", os.environ)
+    if "tensorboard" in to:
+        flags |= {
+            "--use-tensorboard": (),
+            "--tb-project-name": (project,),
+            "--tb-experiment-name": (config.name,),
+        }
+    if "wandb" in to:
+        # The run is named by the group; without a suffix, so that a launch that goes on has the name that it had.
+        flags |= {"--use-wandb": (), "--wandb-project": (project,), "--wandb-group": (config.name,)}
+        flags |= {"--disable-wandb-random-suffix": (), "--wandb-dir": (str(config.run_dir.resolve()),)}
+        flags |= {"--wandb-team": (tracking.entity,)} if tracking.entity else {}
+        flags |= {"--wandb-mode": (tracking.mode,)} if tracking.mode else {}
+    return [word for name, values in flags.items() if name not in theirs for word in (name, *values)]
 
 
 def _hooks(config: RunConfig) -> list[str]:
@@ -284,10 +315,23 @@ def _not_under_slime(config: RunConfig) -> None:
         ),
         ("train.steps", config.train.steps, config.train.steps < 1, "at least 1 with slime"),
         (
+            "train.gradient_checkpointing",
+            config.train.gradient_checkpointing,
+            config.train.gradient_checkpointing,
+            "false: cluster.recompute does it (true by default)",
+        ),
+        (
             "cluster.reward",
             reward,
-            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES,
-            f"null (this package's), or one of slime's {', '.join(RM_TYPES)}, also behind boxed_",
+            reward is not None and reward.removeprefix("boxed_") not in RM_TYPES and not _is_dotted(reward),
+            f"null (this package's), one of slime's {', '.join(RM_TYPES)}, also behind boxed_, or module.function of slime's "
+            "signature (a function of this package's is named by tasks[].reward, as module:function)",
+        ),
+        (
+            "report_to",
+            [*config.report_to],
+            "trackio" in config.report_to,
+            "tensorboard or wandb: slime's trackers",
         ),
         (
             "cluster.reference",
@@ -355,7 +399,27 @@ def _rollout(config: RunConfig) -> list[str]:
     if config.models.template_kwargs:
         flags += ["--apply-chat-template-kwargs", json.dumps(config.models.template_kwargs)]
     reward = config.cluster.reward
-    return [*flags, *(("--custom-rm-path", f"{PACKAGE}.{REWARD}") if reward is None else ("--rm-type", reward))]
+    if reward is None or _is_dotted(reward):
+        return [*flags, "--custom-rm-path", reward or f"{PACKAGE}.{REWARD}"]
+    return [*flags, "--rm-type", reward]
+
+
+def _is_dotted(reward: str) -> bool:
+    """Whether a reward is a function of slime's signature by its import path."""
+    return "." in reward and all(part.isidentifier() for part in reward.split("."))
+
+
+def _with_reward(config: RunConfig, extra: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """A reward of slime's that the user's own flags name, as `cluster.reward`; and the other flags."""
+    given, settled = split(extra), config.cluster.reward is not None or any(t.reward is not None for t in config.tasks)
+    named = [name for name in ("--custom-rm-path", "--rm-type") if name in given]
+    if settled or len(named) != 1 or len(values := given[named[0]]) != 1 or values[0] == OUR_REWARD:
+        return config, list(extra)
+    if (named[0] == "--custom-rm-path") != _is_dotted(values[0]):
+        return config, list(extra)
+    cluster = config.cluster.model_copy(update={"reward": values[0]})
+    rest = [word for name, words in given.items() if name != named[0] for word in (name, *words)]
+    return config.model_copy(update={"cluster": cluster}), rest
 
 
 def _objective(config: RunConfig) -> list[str]:

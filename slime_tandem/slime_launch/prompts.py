@@ -42,7 +42,11 @@ def prompt_data(config: RunConfig, folder: Path, *, with_junior: str) -> tuple[l
     """
     from slime_tandem.tasks.families import TaskSet  # reasoning-gym: not for those who only ask for sizes
 
-    tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.objective.reward_coef > 0)
+    theirs = config.cluster.reward is not None and (
+        "." in config.cluster.reward or config.cluster.reward.endswith("remote_rm")
+    )  # knows what it reads, if it reads a label at all
+    labels = config.objective.reward_coef > 0 and not theirs
+    tasks = TaskSet(config.tasks, config.seed, config.reward, labels=labels)
     listed = all(spec.family == "jsonl" for spec in config.tasks)
     prompts, heldout, sets = folder / "prompts.jsonl", folder / "heldout.jsonl", folder / "eval.yaml"
     texts: dict[Path, Text] = {prompts: _training_lines(config, tasks, listed=listed)}

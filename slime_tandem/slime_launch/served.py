@@ -15,7 +15,7 @@ from typing import Any
 from slime_tandem.config import ServedModel
 from slime_tandem.errors import ModelError
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.models.hf import language_config, read_model_config
+from slime_tandem.models.hf import language_config, read_model_config, require_sizes
 from slime_tandem.models.weight_files import stored_bytes
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
@@ -85,11 +85,12 @@ def in_context(model: Served, how: ServedModel) -> Served:
 
 def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     raw = read_model_config(folder)
+    require_sizes(raw, folder / "config.json")
     hf_config = _transformers_config(folder)
     config: Any = language_config(raw) if hf_config is None else hf_config.get_text_config().to_dict()
     weights, why = _weights(folder, raw, hf_config, how, field)
     notes = [] if why is None else [f"weights {why}"]
-    if how.quantization is not None and "quantization_config" not in raw:
+    if how.quantization is not None and raw.get("quantization_config") is None:
         notes.append(f"weights as stored: {how.quantization} makes them smaller when they are loaded")
     heads, positions = config.get("num_attention_heads"), config.get("max_position_embeddings")
     base = Served(_whole(heads), _whole(positions), weights, 0, 0, vocabulary=_whole(config.get("vocab_size")) or 0)
@@ -142,7 +143,7 @@ def _weights(
     size = _BYTES[how.dtype or "bfloat16"]
     if (stored := stored_bytes(folder, size)) is not None:
         return stored.size, None if stored.counted else "as the index says, without the shards"
-    if "quantization_config" not in raw and (count := _count(hf_config)) is not None:
+    if raw.get("quantization_config") is None and (count := _count(hf_config)) is not None:
         return size * count, f"counted from config.json, {size} bytes each: the folder has no weight files"
     raise ModelError(
         str(folder),
@@ -157,14 +158,19 @@ def _count(hf_config: Any) -> int | None:
     if hf_config is None:
         return None
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
-    except Exception:  # noqa: BLE001 - whatever a modelling file raises: the size is asked for instead
-        return None
-    return sum(int(p.numel()) for p in model.parameters())
+    for kind in (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    ):  # some models with other senses are the second alone
+        try:
+            with torch.device("meta"):  # whatever dtype the config names: what is counted has none
+                model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.bfloat16)
+        except Exception:  # noqa: BLE001, S112 - whatever a modelling file raises: the size is asked for instead
+            continue
+        return sum(int(p.numel()) for p in model.parameters())
+    return None
 
 
 def _transformers_config(folder: Path) -> Any:

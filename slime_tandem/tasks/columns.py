@@ -2,7 +2,8 @@ r"""Which column of a row is the prompt, which the label, which metadata; and th
 
 | column | is | of |
 |---|---|---|
-| `prompt` (text or messages), `messages`, `question`, `problem` | the prompt | slime, TRL, verl, DAPO, GSM8K, MATH |
+| `prompt` (text or messages), `messages`, `conversations`, `question`, `problem` | the prompt | slime, TRL, verl, DAPO, \
+GSM8K, MATH, OpenR1, ShareGPT |
 | `label`, `answer`, `reward_model.ground_truth`, `ground_truth`, `solution` | the label; the first that there is | the same |
 | `task`, `metadata` | tag and object of this package | slime |
 | all others | metadata, under their own names | |
@@ -20,8 +21,13 @@ from slime_tandem.errors import DataError
 from slime_tandem.tasks.answers import extract_answer
 from slime_tandem.tasks.family import hint
 
-PROMPTS = ("prompt", "messages", "question", "problem")
+PROMPTS = ("prompt", "messages", "conversations", "question", "problem")
 LABELS = ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution")
+CHOICES = ("choices", "options", "endings")
+"""Answers to choose from, beside a question that does not hold them (MMLU, ARC, AQuA, HellaSwag)."""
+_PAIR = ("chosen", "rejected")
+_LONGEST_LINE = 200
+"""Characters of a line that may be an answer as it is; a longer one is a solution."""
 _RESERVED = ("spec",)
 """Keys of a prompt's metadata that this package writes."""
 
@@ -71,6 +77,10 @@ def pick(row: Mapping[str, Any], where: str, keys: Keys) -> Picked:
 
 def no_label(row: Mapping[str, Any], where: str, keys: Keys) -> DataError:
     """What to say of a row that has no label and needs one."""
+    if {*_PAIR} <= {*row}:
+        expected = "a label; `chosen` and `rejected` are preferences, from which no reward of this package learns"
+        remedy = "add labels, name a reward by tasks[].reward, or distil alone (objective.reward_coef=0, control=false)"
+        return DataError(f"{where} {keys.label or 'label'}", None, expected, remedy)
     rest = [key for key in row if key not in (*PROMPTS, "task", "metadata")]
     near = [word for key in rest for word in difflib.get_close_matches(key, LABELS, n=1, cutoff=0.75)]
     named = (
@@ -82,7 +92,7 @@ def no_label(row: Mapping[str, Any], where: str, keys: Keys) -> DataError:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer in a worked solution: behind its last `####`, else in `<answer>` or `\boxed{}`, else all of a single line.
+    r"""The answer in a worked solution: behind its last `####`, else in `<answer>` or `\boxed{}`, else all of one short line.
 
     >>> final_answer("3 + 4 = 7 apples.\n#### 7"), final_answer(r"Thus \boxed{34}."), final_answer(" 12 "), final_answer("a\nb")
     ('7', '34', '12', None)
@@ -93,7 +103,7 @@ def final_answer(text: str) -> str | None:
     if found is not None:
         return found or None
     text = text.strip()
-    return text if text and "\n" not in text else None
+    return text if text and "\n" not in text and len(text) <= _LONGEST_LINE else None
 
 
 def _input_key(row: Mapping[str, Any], where: str, keys: Keys) -> str:
@@ -102,10 +112,25 @@ def _input_key(row: Mapping[str, Any], where: str, keys: Keys) -> str:
             raise _absent(row, where, keys.input, "input_key")
         return keys.input
     there = [key for key in PROMPTS if key in row]
-    if not there or there[:2] == ["prompt", "messages"]:
-        expected = "either `prompt` or `messages` (or `question`, `problem`)"
-        raise DataError(where, sorted(row), expected, "name the prompt's column by tasks[].input_key")
+    given = next((key for key in CHOICES if isinstance(row.get(key), list | dict)), None)
+    if given is not None:
+        expected = f"a prompt that holds its choices: `{given}` is a column of its own, no model would see it"
+        raise DataError(where, sorted(row), expected, "write them into the prompt, and the right letter into `label`")
+    if there[:2] == ["prompt", "messages"] or not there:
+        expected = "either `prompt` or `messages` (or `conversations`, `question`, `problem`)"
+        raise DataError(where, sorted(row), expected, _unnamed(row))
     return there[0]
+
+
+def _unnamed(row: Mapping[str, Any]) -> str:
+    """What to do with a row without a prompt's column."""
+    if {"instruction", "input"} <= {*row}:
+        return "join `instruction` and `input` into one column `prompt`, or name one of them by tasks[].input_key"
+    if {*_PAIR} <= {*row}:
+        return (
+            "give the prompt that both answers share a column of its own; no reward of this package learns from pairs"
+        )
+    return "name the prompt's column by tasks[].input_key"
 
 
 def _absent(row: Mapping[str, Any], where: str, key: str, setting: str) -> DataError:

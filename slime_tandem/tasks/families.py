@@ -19,17 +19,19 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from random import Random
 from typing import Any
 
 from slime_tandem.config import RewardConfig, TaskSpec
-from slime_tandem.errors import ConfigError, DataError, TandemError, printable
-from slime_tandem.extensions import find, is_own, made, said
+from slime_tandem.errors import ConfigError, DataError, printable
+from slime_tandem.extensions import find, is_own, is_url, made, said
 from slime_tandem.tasks import labels
 from slime_tandem.tasks.answers import extract_answer, guarded, label_reward, quick_label_reward
+from slime_tandem.tasks.arguments import SENT, Parameters, Response, parameters_of
 from slime_tandem.tasks.family import (
     HELD_OUT_ONE_IN,
     INSTRUCTION,
@@ -44,6 +46,7 @@ from slime_tandem.tasks.family import (
 from slime_tandem.tasks.formulas import prepare, require_math_verify
 from slime_tandem.tasks.jsonl import JsonlFamily
 from slime_tandem.tasks.judging import Judge, Quick, Verdict
+from slime_tandem.tasks.own_reward import Caller
 from slime_tandem.tasks.own_scorers import OWN_SCORERS
 from slime_tandem.tasks.row_files import Source
 from slime_tandem.types import Message, Prompt
@@ -68,6 +71,7 @@ REWARDS: dict[str, Reward] = {"label": label_reward}
 """Built-in values of `tasks[].reward`."""
 
 _BLOCK = 32
+_CHECKED = 1000
 _MAX_BARREN_DRAWS = 1024
 
 
@@ -91,7 +95,6 @@ class TaskSet:
         self._labels = labels
         self._families = tuple(_make(spec, f"tasks.{index}", labels) for index, spec in enumerate(specs))
         for index, (spec, family) in enumerate(zip(specs, self._families, strict=True)):
-            find_reward(spec, f"tasks.{index}")
             if isinstance(family, JsonlFamily):
                 require_for_labels(spec, f"tasks.{index}", family.known_labels)
             elif isinstance(family, Listed):
@@ -99,9 +102,14 @@ class TaskSet:
             else:
                 require_for_labels(spec, f"tasks.{index}")
         self._judges = tuple(
-            Judge(spec, f"tasks.{index}", limits or RewardConfig(), quick_of(spec, family))
+            judge_of(spec, f"tasks.{index}", limits or RewardConfig(), family)
             for index, (spec, family) in enumerate(zip(specs, self._families, strict=True))
         )
+        for judge, family in zip(self._judges, self._families, strict=True):
+            if judge.own is not None and isinstance(family, Listed):
+                judge.own.check(
+                    list(islice(family.prompts, _CHECKED))
+                )  # what is nowhere is refused now, not when it is drawn
 
     @property
     def notes(self) -> list[str]:
@@ -167,15 +175,14 @@ class TaskSet:
             prompts.append(prompt)
         return prompts
 
-    def verdicts(self, responses: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    def verdicts(self, responses: Sequence[Response | tuple[Prompt, str]]) -> list[Verdict]:
         """The verdict on each (prompt, response text), in order: by the task's reward, else by its family's scorer.
 
-        Built-in ones give 0.0 where there is no answer. Raises DataError for a user's function that raises, or answers anything
-        but a number in [0, 1].
+        Built-in ones give 0.0 where there is no answer; a user's that fails gives none, and the verdict says why.
         """
         by_task: dict[int, list[int]] = {}
-        for i, (prompt, _) in enumerate(responses):
-            by_task.setdefault(prompt.metadata["spec"], []).append(i)
+        for i, response in enumerate(responses):
+            by_task.setdefault(response[0].metadata["spec"], []).append(i)
         found: dict[int, Verdict] = {}
         if not self._labels:
             for task, members in by_task.items():
@@ -188,15 +195,20 @@ class TaskSet:
         return [found[i] for i in range(len(responses))]
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """The score in [0, 1] of one response; `verdicts` takes many at once.
+        """The score of one response; `verdicts` takes many at once.
 
-        Some scorers of reasoning-gym give part marks to wrong answers: 1.0 is correct.
+        Some scorers of reasoning-gym give part marks to wrong answers: 1.0 is correct. Raises DataError where the user's gives
+        none.
         """
-        return self.verdicts([(prompt, text)])[0].reward
+        (verdict,) = self.verdicts([(prompt, text)])
+        if verdict.reward is None:
+            field = f"reward of tasks.{prompt.metadata['spec']} at prompt {prompt.prompt_id}"
+            raise DataError(field, verdict.why, "a number, or named parts that are numbers", "mend the function")
+        return verdict.reward
 
     def correct(self, prompt: Prompt, text: str) -> bool:
         """Whether the response has the full score; what accuracies count."""
-        return self.reward(prompt, text) == 1.0
+        return self.verdicts([(prompt, text)])[0].right
 
     def _side(self, index: int, key: str, *, held_out: bool) -> Iterator[Prompt]:
         return _filtered(self._families[index].stream(key), f"tasks.{index}.family", held_out=held_out)
@@ -227,38 +239,40 @@ def find_family(name: str, field: str) -> MakeFamily:
     return find(name, table, field)
 
 
-def find_reward(spec: TaskSpec, where: str) -> Reward | None:
-    """The reward that a task names, None for its family's own; raises ConfigError, naming `where`, for one that is none."""
-    if spec.reward is None:
+def find_reward(spec: TaskSpec, where: str) -> Callable[..., Any] | None:
+    """The function that a task names as its reward, None for its family's own and for a server.
+
+    Raises ConfigError, naming `where`, for a name that stands for none."""
+    if spec.reward is None or is_url(spec.reward):
         return None
-    reward = find(spec.reward, REWARDS, f"{where}.reward")
-    if inspect.iscoroutinefunction(reward):
-        raise ConfigError(
-            f"{where}.reward", spec.reward, "a function that answers at once, no coroutine", "drop `async`"
-        )
-    return reward
+    return find(spec.reward, REWARDS, f"{where}.reward")
 
 
-def checked_reward(reward: Reward, prompt: Prompt, text: str, where: str) -> float:
-    """What a user's `reward` answers; raises DataError, naming the task `where`, unless that is a number in [0, 1]."""
-    ask: Callable[[Prompt, str], object] = reward
-    field = f"reward of {where} at prompt {prompt.prompt_id}"
-    try:
-        value = ask(prompt, text)
-    except TandemError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code
-        raise DataError(field, said(error), "a number in [0, 1]", "mend the function") from error
-    if inspect.iscoroutine(value):
-        value.close()
-    try:
-        # A text would be read as a number; all else that is none raises TypeError.
-        score = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        score = math.nan
-    if not 0.0 <= score <= 1.0:
-        raise DataError(field, value, "a number in [0, 1]", "mend the function")
-    return score
+def judge_of(spec: TaskSpec, where: str, limits: RewardConfig, family: Family | None) -> Judge:
+    """What judges the responses of a task; `family`: what its prompts come from, where that is here (for its own scorer).
+
+    Raises ConfigError for a reward that cannot be found, or whose parameters cannot be given, and for a key that is not set.
+    """
+    function, name = find_reward(spec, where), spec.reward
+    own: Parameters | None = None
+    if name is not None and is_url(name):
+        _key(limits)
+        own = Parameters(SENT, (), everything=False, batch=False, waits=True, where=f"{where}.reward")
+    elif name is not None and is_own(name):
+        assert function is not None
+        own = parameters_of(function, f"{where}.reward", name)
+    elif name is None and is_own(spec.family) and family is not None:
+        own = parameters_of(family.reward, f"{where}.family", spec.family)
+    return Judge(spec, where, limits, quick_of(spec, family), own)
+
+
+def _key(limits: RewardConfig) -> str | None:
+    if limits.api_key_env is None:
+        return None
+    if not (key := os.environ.get(limits.api_key_env)):
+        remedy = f"export {limits.api_key_env}"
+        raise ConfigError("reward.api_key_env", limits.api_key_env, "an environment variable that is set", remedy)
+    return key
 
 
 def require_for_labels(spec: TaskSpec, where: str, known: Sequence[str] | None = None) -> None:
@@ -272,18 +286,33 @@ def require_for_labels(spec: TaskSpec, where: str, known: Sequence[str] | None =
         require_math_verify(f"{where}.answer", spec.answer)
 
 
-def scorer_of(spec: TaskSpec, where: str) -> Reward:
-    """What scores the responses of a task; a worker makes it (`judging`). A family of the user's is made anew there."""
+def scorer_of(spec: TaskSpec, where: str, limits: RewardConfig | None = None) -> Callable[..., Any]:
+    """What scores the responses of a task; a worker makes it (`judging`). A family of the user's is made anew there; a `Caller`
+    calls what is the user's."""
+    limits = limits or RewardConfig()
     if spec.by_label:
         prepare()
         return functools.partial(label_reward, answer=spec.answer, answer_format=spec.answer_format)
+    if spec.reward is not None and is_url(spec.reward):
+        from slime_tandem.tasks.remote import RemoteReward  # aiohttp
+
+        ask = RemoteReward(
+            spec.reward, retries=limits.own_retries, concurrency=limits.own_concurrency, key=_key(limits)
+        )
+        return Caller(ask, batch=False, waits=True, timeout_s=limits.own_timeout_s)
     own = find_reward(spec, where)
     if own is not None:
-        return functools.partial(checked_reward, own, where=where)
+        return _caller(own, f"{where}.reward", str(spec.reward), limits)
     family = _make(spec, where)
     if is_own(spec.family):
-        return functools.partial(checked_reward, family.reward, where=where)
+        return _caller(family.reward, f"{where}.family", spec.family, limits)
     return family.reward
+
+
+def _caller(function: Callable[..., Any], where: str, name: str, limits: RewardConfig) -> Caller:
+    takes = parameters_of(function, where, name)
+    called: Callable[..., Any] = made(function, field=where, name=name) if inspect.isclass(function) else function
+    return Caller(called, batch=takes.batch, waits=takes.waits, timeout_s=limits.own_timeout_s)
 
 
 def quick_of(spec: TaskSpec, family: Family | None) -> Quick:

@@ -19,8 +19,8 @@ HELD_OUT_ONE_IN = 10
 INSTRUCTION = "End with <answer>...</answer>."
 
 Reward = Callable[[Prompt, str], float]
-"""(prompt, response text after stop truncation) -> score in [0, 1], where 1.0 is correct. It answers at once (no coroutine),
-and equal arguments get equal scores, or a run cannot be repeated."""
+"""A built-in one: (prompt, response text after stop truncation) -> score in [0, 1], where 1.0 is correct. What a user's own may
+take and give says `arguments` and `own_reward`."""
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Family(Protocol):
         ...
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """A `Reward`, of this family's own prompts."""
+        """A `Reward`, of this family's own prompts; of a user's family, anything that `tasks[].reward` may name."""
         ...
 
 

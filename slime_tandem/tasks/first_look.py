@@ -35,24 +35,29 @@ class Cause(NamedTuple):
 
 def looks(scored: Sequence[ScoredSample]) -> list[Look]:
     """The responses of a rollout, for `why_equal`."""
-    return [Look(s.sample.prompt, s.sample.text, s.reward, s.sample.finish_reason == "length") for s in scored]
+    return [
+        Look(s.sample.prompt, s.sample.text, s.reward, s.sample.finish_reason == "length")
+        for s in scored
+        if s.reward is not None
+    ]
 
 
-def why_equal(specs: Sequence[TaskSpec], seen: Sequence[Look]) -> Cause | None:
-    """The likeliest cause of equal rewards; None if they differ, or there are fewer than two."""
+def why_equal(specs: Sequence[TaskSpec], seen: Sequence[Look], named: str | None = None) -> Cause | None:
+    """The likeliest cause of equal rewards; None if they differ, or there are fewer than two. `named`: a reward that no task
+    names and that scored them (slime's own)."""
     if len(seen) < 2 or len({look.reward for look in seen}) > 1:
         return None
     reward, n = seen[0].reward, len(seen)
     all_are = f"all {n} rewards are {reward:.3g}"
-    spec = specs[seen[0].prompt.metadata["spec"]]
+    spec = specs[seen[0].prompt.metadata.get("spec", 0)]
     seen = [look._replace(text=look.text[-_READ:]) for look in seen]
-    own = spec.reward not in (None, "label") or (spec.reward is None and ":" in spec.family)
+    own = named is not None or spec.scored_by_own
     given = [None if own else extract_answer(look.text, spec.answer_format) for look in seen]
     examples = tuple(_example(*pair, own=own) for pair in zip(seen[:_SHOWN], given[:_SHOWN], strict=True))
     if reward == 1.0:
         return Cause(f"{all_are}: every response is right", "give harder prompts", examples)
     if own:
-        what = spec.reward or spec.family
+        what = named or spec.reward or spec.family
         return Cause(f"{all_are}: {what} gives no other", "try it on the responses below", examples)
     if all(look.prompt.label is None for look in seen):
         return Cause(f"{all_are}: no prompt has a label", "add labels, or set objective.reward_coef=0", examples)

@@ -190,7 +190,8 @@ def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[P
     task, key = picked.task, picked.input_key
     if not isinstance(task, str) or not task:
         raise DataError(f"{where} task", task, "a non-empty string", "leave it out for `jsonl`")
-    messages = parse_messages(picked.input, f"{where} {key}", may_be_text=key != "messages")
+    turns = _sharegpt(picked.input, f"{where} {key}") if key == "conversations" else picked.input
+    messages = parse_messages(turns, f"{where} {key}", may_be_text=key not in ("messages", "conversations"))
     label_key, given, metadata = picked.label_key, picked.label, picked.metadata
     if messages[-1].role == "assistant" and len(messages) > 1:
         messages, last = messages[:-1], messages[-1].content
@@ -246,6 +247,23 @@ def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     if not kinds.fits(str(label), answer):
         expected = f"a label that is {answer}, as tasks[].answer says"
         raise DataError(where, label, expected, "correct the label, or set tasks[].answer to text")
+
+
+_FROM = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+"""ShareGPT's names of roles."""
+
+
+def _sharegpt(value: Any, where: str) -> Any:
+    """Turns {from, value} as {role, content}, all else as it is. Raises DataError for a role that has no other name."""
+    if not isinstance(value, list) or not all(isinstance(turn, dict) and "from" in turn for turn in value):
+        return value
+    turns = []
+    for i, turn in enumerate(value):
+        if turn["from"] not in _FROM or set(turn) - {"from", "value", "weight"}:
+            expected = f"an object with `from` (one of {', '.join(_FROM)}) and `value`"
+            raise DataError(f"{where}.{i}", turn, expected, "write this turn as {role, content}")
+        turns.append({"role": _FROM[turn["from"]], "content": turn.get("value")})
+    return turns
 
 
 def _cell(text: Any, where: str) -> Any:

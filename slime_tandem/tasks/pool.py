@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from slime_tandem import errors
 from slime_tandem.errors import EngineUnavailableError
 from slime_tandem.tasks.pool_worker import HEAD, MAKING_S, receive, wall_s
 
-_AT_ONCE = 16
 _TRIES, _STARTS = 2, 5
 """How often a call is made, and how often a process is started and makes what answers, if it dies over it."""
 _GRACE_S = 2.0
@@ -60,7 +60,8 @@ def _search_path() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated (`pool_worker`).
+    """`timeout_s` of a call; `memory_mib` and number of `processes`; `guarded`: text is not evaluated (`pool_worker`);
+    `at_once`: calls that a process is given at a time.
 
     The seconds of a guarded call are those that its process computes, so that a busy machine changes no reward; on the wall
     it may take twenty times as long. Others wait for what they like, and get so many seconds on the wall.
@@ -70,6 +71,7 @@ class Limits:
     memory_mib: int | None = 2048
     processes: int = 2
     guarded: bool = True
+    at_once: int = 16
 
 
 class _DiedError(Exception):
@@ -150,12 +152,25 @@ class _Process:
         raise _DiedError("timeout" if self._process.returncode in timers else fate)
 
     def end(self) -> None:
-        """End it, if it has not ended."""
+        """End it, if it has not ended, and whatever it has started."""
         self._line.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.1)  # one that is just ending keeps an exit code of its own
-        self._process.kill()
+        if self._process.returncode is None:
+            until = time.monotonic() + 0.1  # one that is just ending keeps an exit code of its own
+            while not _has_ended(self._process.pid) and time.monotonic() < until:
+                time.sleep(0.005)
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # not waited for: its number is still its own
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not waited for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 class Pool:
@@ -180,10 +195,10 @@ class Pool:
         Raises EngineUnavailableError for a process that does not come up, or that ends again and again while it makes what a
         recipe says, and the TandemError kinds that this making raises.
         """
-        work = _Work(calls)
+        work = _Work(calls, self.limits.at_once)
         helpers = [
             threading.Thread(target=self._help, args=(work,), name="scoring", daemon=True)
-            for _ in range(min(self.limits.processes, -(-len(calls) // _AT_ONCE)) - 1)
+            for _ in range(min(self.limits.processes, -(-len(calls) // self.limits.at_once)) - 1)
         ]
         try:
             for helper in helpers:
@@ -266,7 +281,8 @@ class Pool:
 class _Work:
     """Calls shared out among threads, and what became of them. `failure`: what to raise."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Call], at_once: int) -> None:
+        self._at_once = at_once
         self.calls = [(call.recipe, pickle.dumps(call.args)) for call in calls]
         self.replies: dict[int, Reply] = {}
         self.failure: Exception | None = None
@@ -277,7 +293,7 @@ class _Work:
     def take(self) -> deque[int]:
         """The next few calls that nobody has; none once it is stopped."""
         with self._lock:
-            count = 0 if self.stopped else min(_AT_ONCE, len(self._left))
+            count = 0 if self.stopped else min(self._at_once, len(self._left))
             return deque(self._left.popleft() for _ in range(count))
 
     def stop(self, failure: Exception | None) -> None:

@@ -8,7 +8,6 @@ with the process: gzip as it unpacks, Parquet as Arrow. A JSON list is read whol
 from __future__ import annotations
 
 import bisect
-import contextlib
 import csv
 import datetime
 import decimal
@@ -40,6 +39,8 @@ Row = tuple[str, dict[str, Any] | DataError | None]
 EXAMPLE = 'e.g. {"prompt": "2 + 2 =", "label": "4"}'
 EXTRA = "pip install 'slime-tandem[data]'"
 _BOM = b"\xef\xbb\xbf"
+_TURNS = ("messages", "prompt", "conversations")
+"""Keys of a row whose lists of objects are no rows."""
 _CHUNK = 2**24
 _BATCH = 2**14
 
@@ -248,20 +249,19 @@ def _refuse_object(file: IO[bytes], source: Source) -> None:
     """Raise DataError for one object that holds the rows in a list, as `{"data": [...]}`: nobody guesses by which key."""
     file.seek(0)
     text = file.read(MOST_JSON + 1)
-    if len(text) > MOST_JSON:
-        return
-    with contextlib.suppress(ValueError):  # several lines, or broken: each line says why
+    try:
         value = parse_json(text.removeprefix(_BOM))
-        held = [key for key, inner in value.items() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
-        if held and not {"role", "content"} <= set(value[held[0]][0]):
-            expected = f"a list of objects, or an object a line; here the rows are under the key `{held[0]}`"
-            raise DataError(
-                "path", source.name, expected, f"save that list alone, e.g. jq -c '.{held[0]}[]' FILE > rows.jsonl"
-            )
+    except ValueError:  # several lines, or broken: each line says why
+        return
+    held = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    if len(held) == 1 and held[0] not in _TURNS:
+        expected = f"a list of objects, or an object a line; here the rows are under the key `{held[0]}`"
+        remedy = f"save that list alone, e.g. jq -c '.{held[0]}[]' FILE > rows.jsonl"
+        raise DataError("path", source.name, expected, remedy)
 
 
 def _csv(file: IO[bytes], source: Source, delimiter: str = ",") -> Rows:
-    ends, digest, plain = _pass(file)
+    ends, digest, plain = _pass(file, table=True)
     lines: Sequence[int] = range(len(ends) - 1)
     if not plain:  # a cell may hold the end of a line
         ends, lines = _rows_of_csv(file, delimiter)
@@ -301,8 +301,11 @@ def _counted(lines: Iterable[str], spent: list[int]) -> Iterator[str]:
         yield line
 
 
-def _pass(file: IO[bytes]) -> tuple[npt.NDArray[np.uint64], str, bool]:
-    """(where lines begin, and the end of the last; the SHA-256; whether each line is a row of CSV: no quotes, no bare \\r)."""
+def _pass(file: IO[bytes], *, table: bool = False) -> tuple[npt.NDArray[np.uint64], str, bool]:
+    """(where lines begin, and the end of the last; the SHA-256; whether each line is a row of CSV: no quotes, no bare \\r).
+
+    Of a `table` of which it is not, the lines are not kept.
+    """
     file.seek(0)
     sha, at, plain = hashlib.sha256(), 0, True
     parts = [np.zeros(1, dtype=np.uint64)]
@@ -314,10 +317,12 @@ def _pass(file: IO[bytes]) -> tuple[npt.NDArray[np.uint64], str, bool]:
             if hashed is not None:
                 hashed.result()
             hashed = beside.submit(sha.update, chunk)
-            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10).astype(np.uint64)
-            ends += np.uint64(at + 1)
-            parts.append(ends)
             plain = plain and b'"' not in chunk and chunk.count(b"\r") == chunk.count(b"\r\n")
+            if plain or not table:
+                ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10).astype(np.uint64)
+                parts.append(ends + np.uint64(at + 1))
+            else:
+                del parts[1:]
             at += len(chunk)
     last = next(int(part[-1]) for part in reversed(parts) if part.size)
     if last != at:

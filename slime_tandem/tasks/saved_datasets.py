@@ -64,7 +64,7 @@ def from_hub(hub: HubName) -> ArrowRows:
 def _unloaded(hub: HubName, error: Exception) -> DataError:
     """What to say of a dataset that was not loaded."""
     why = " ".join(str(error).split())[:300]
-    if isinstance(error, ValueError) and "onfig name" in why:
+    if isinstance(error, ValueError) and ("onfig name" in why or "BuilderConfig" in why):
         return DataError("hub", hub.name, f"a subset that there is ({why})", "name it by tasks[].subset")
     if "trust_remote_code" in why or "scripts are no longer supported" in why:
         return DataError("hub", hub.name, "data files: code of a dataset is never run", "choose a copy in Parquet")

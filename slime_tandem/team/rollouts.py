@@ -9,11 +9,17 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from slime_tandem.errors import EngineError, EngineUnavailableError, TeacherScoreError, WeightVersionError, printable
-from slime_tandem.report.metrics import RIGHT_REWARD
+from slime_tandem.errors import (
+    EngineError,
+    EngineUnavailableError,
+    TeacherScoreError,
+    WeightVersionError,
+    printable,
+)
 from slime_tandem.rollout import rollout_ids
+from slime_tandem.tasks.arguments import Response
 from slime_tandem.tasks.families import TaskSet
-from slime_tandem.tasks.judging import counted
+from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.team import Team
 from slime_tandem.training.metrics import teacher_metrics
 from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
@@ -56,8 +62,9 @@ def rollout(
 
     `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
     log-probs (where responses are not read along), as for an evaluation. Raises EngineError for a sample that
-    could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written. `told` hears of
-    each part as it begins.
+    could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written; DataError for
+    one without a reward, unless `reward.on_failed_sample` says to mask it, and always when none has one. `told` hears
+    of each part as it begins.
     """
     t0 = time.perf_counter()
     count = f"{len(prompts) * per_prompt} responses"
@@ -79,7 +86,9 @@ def rollout(
         )
     samples = successful(written, on_failed)
     told(f"rewarding {len(samples)} responses")
-    verdicts = tasks.verdicts([(s.prompt, s.text) for s in samples])
+    verdicts = rewarded(
+        tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), team.config.reward.on_failed_sample
+    )
     t1 = time.perf_counter()
     scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
     if score and overlap is None:
@@ -87,7 +96,9 @@ def rollout(
         scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
-        ScoredSample(s, v.reward, a, None) if isinstance(a, AlignedScores) else ScoredSample(s, v.reward, None, a)
+        ScoredSample(s, v.reward, a, None, v.parts)
+        if isinstance(a, AlignedScores)
+        else ScoredSample(s, v.reward, None, a, v.parts)
         for s, v, a in zip(samples, verdicts, scores, strict=True)
     ]
     return scored, {
@@ -96,6 +107,13 @@ def rollout(
         "rollout/failed_samples": float(len(written) - len(samples)),
         **counted(verdicts),
     }
+
+
+def rewarded(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"]) -> Sequence[Verdict]:
+    """The verdicts themselves, if a rollout may go on with them (`judging.require_some`); what failed is told on the screen."""
+    if (said := require_some(verdicts, on_failed)) is not None:
+        print(said, file=sys.stderr, flush=True)
+    return verdicts
 
 
 def successful(
@@ -171,16 +189,20 @@ def evaluate(
         "eval/response_tokens_mean": tokens / len(tandem),
         "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
         "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
+        "eval/reward_failed_samples": sum(m["reward/failed_samples"] for m in past_limit),
+        "eval/reward_mean": float(np.mean([s.reward for s in tandem if s.reward is not None])),
     }
     return Evaluated(metrics, tandem, right)
 
 
 def _accuracy(scored: Sequence[ScoredSample]) -> float:
-    return float(np.mean([s.reward >= RIGHT_REWARD for s in scored]))
+    """Of those that have a reward: at least one does."""
+    return float(np.mean([s.right for s in scored if s.reward is not None]))
 
 
 def _by_prompt(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> list[float | None]:
     answers: list[list[bool]] = [[] for _ in range(prompts)]
     for s in scored:
-        answers[s.sample.key.sample_index // per_prompt].append(s.reward >= RIGHT_REWARD)
+        if s.reward is not None:
+            answers[s.sample.key.sample_index // per_prompt].append(s.right)
     return [float(np.mean(a)) if a else None for a in answers]

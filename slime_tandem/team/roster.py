@@ -294,9 +294,8 @@ class Roster:
         t = self.config.tandem
         junior_text = None
         if self.spellers is not None and rule is not self.solo_rule:
-            junior_text = JuniorText(
-                *self.spellers, self.tokenizers["junior"].render(prompt.messages, tools=prompt.tools)
-            )
+            chat = self.tokenizers["junior"].chat()
+            junior_text = JuniorText(*self.spellers, chat.render(prompt.messages, prompt.tools), chat.next_turn)
         return WriterOptions(
             rule=rule,
             sampling=sampling,

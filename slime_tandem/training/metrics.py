@@ -6,13 +6,14 @@ Pure: it starts no rollout and writes no file, and knows nothing of the update (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import TeacherScoreError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
-from slime_tandem.report.metrics import RIGHT_REWARD
+from slime_tandem.report.metrics import part_metric
 from slime_tandem.types import SENIOR, ScoredSample, TandemSample
 
 
@@ -29,7 +30,7 @@ def rollout_metrics(
         "rollout/loop_busy_s": None,
         "rollout/loop_cpu_s": None,
         "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
-        "rollout/accuracy": float(np.mean([s.reward >= RIGHT_REWARD for s in scored])),
+        "rollout/accuracy": float(np.mean([s.right for s in scored if s.reward is not None])),
     }
     metrics.update(teacher_metrics(scored, eos_ids))
     return metrics
@@ -50,16 +51,17 @@ def ends_of(sample: TandemSample, eos_ids: frozenset[int]) -> list[int]:
 
 
 def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
-    """What can be said of responses without their tasks and teachers."""
+    """What can be said of responses without their tasks and teachers. Rewards are of those that have one; some have."""
     samples = [s.sample for s in scored]
+    rewards, tags = rewards_by_task(scored)
     tokens = np.array([len(s.response_ids) for s in samples])
     senior = np.array([s.senior_tokens for s in samples])
     junior = np.array([s.junior_tokens for s in samples])
     total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
-    by_task = [h["mean"] for h in reward_histograms([s.reward for s in scored], [s.prompt.task for s in samples])]
+    by_task = [h["mean"] for h in reward_histograms(rewards, tags)]
     return {
-        "rollout/reward_mean": float(np.mean([s.reward for s in scored])),
-        **{f"rollout/reward_{name}": v for name, v in reward_quantiles([s.reward for s in scored]).items()},
+        "rollout/reward_mean": float(np.mean(rewards)),
+        **{f"rollout/reward_{name}": v for name, v in reward_quantiles(rewards).items()},
         "rollout/reward_worst_task": min(by_task),
         "rollout/reward_best_task": max(by_task),
         "rollout/response_tokens_mean": float(tokens.mean()),
@@ -75,6 +77,29 @@ def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
         "tandem/discarded_tokens": float(sum(s.discarded_tokens for s in samples)),
         "tandem/fallback_runs": float(sum(len(s.fallback_starts) for s in samples)),
     }
+
+
+def rewards_by_task(scored: Sequence[ScoredSample]) -> tuple[list[float], list[str]]:
+    """(rewards, tags of their tasks) of the responses that have one."""
+    found = [(s.reward, s.sample.prompt.task) for s in scored if s.reward is not None]
+    return [reward for reward, _ in found], [task for _, task in found]
+
+
+def part_means(scored: Sequence[ScoredSample]) -> list[dict[str, Any]]:
+    """One record per task tag and named part of a reward, in order: `task`, `part`, `samples`, `mean`, `min`, `max`."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for s in scored:
+        for part, value in s.parts.items():
+            values.setdefault((s.sample.prompt.task, part), []).append(value)
+    return [
+        {"task": task, "part": part, "samples": len(v), "mean": float(np.mean(v)), "min": min(v), "max": max(v)}
+        for (task, part), v in sorted(values.items())
+    ]
+
+
+def part_scalars(room: str, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The means of `part_means` under the names that dashboards get; `room`: rollout or eval."""
+    return {part_metric(room, r["task"], r["part"]): r["mean"] for r in records}
 
 
 def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:

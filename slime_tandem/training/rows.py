@@ -71,28 +71,33 @@ def build_rows(
     kl_coef: float | None = None,
     bank: Bank | None = None,
     rollout_id: int | None = None,
+    eos_ids: frozenset[int] | None = None,
 ) -> tuple[list[TrainRow], dict[str, float | None]]:
     """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
 
-    A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health.
+    A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health. One without
+    a reward is no part of its group, and of neither the task reward nor the KL: its distillation alone is left.
     `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
     `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is
-    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). Raises TeacherScoreError if a
-    sample failed and `opd.on_failed_sample` is `stop`.
+    given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). `eos_ids`: the senior's ends of
+    turn, whose part in the choice is reported apart (None: not known). Raises TeacherScoreError if a sample failed and
+    `opd.on_failed_sample` is `stop`.
     """
     objective = config.objective
-    weights = [_weights(s.sample, config.tandem.junior_token_loss_weight) for s in samples]
+    weights = [_weights(s, config.tandem.junior_token_loss_weight) for s in samples]
     old = [_old_log_probs(s.sample, config.tandem.junior_token_loss_weight) for s in samples]
-    rewards = np.array([s.reward for s in samples])
+    has = [i for i, s in enumerate(samples) if s.reward is not None]
+    rewards = np.array([0.0 if s.reward is None else s.reward for s in samples])
     if objective.kl_in == "reward":
         assert ref_log_probs is not None, "score the samples with the start weights first"
         beta = objective.kl_coef if kl_coef is None else kl_coef
         parts = zip(old, ref_log_probs, weights, strict=True)
         rewards = rewards - beta * np.array([sampled_kl(*part, objective.kl_estimator) for part in parts])
-    groups = [s.sample.group_id for s in samples]
-    raw, flat = group_advantages(rewards, groups, objective.scale_advantages, objective.baseline)
-    advantages, clipped = clip_advantages(raw, objective.clip_advantages)
-    kept = [i for i, scored in enumerate(samples) if _takes_part(scored, config.opd)]
+    groups = [samples[i].sample.group_id for i in has]
+    raw, flat = group_advantages(rewards[has], groups, objective.scale_advantages, objective.baseline)
+    advantages = np.zeros(len(samples))
+    advantages[has], clipped = clip_advantages(raw, objective.clip_advantages)
+    kept = [i for i, scored in enumerate(samples) if takes_part(scored, config.opd)]
     rows = [
         _row(
             samples[i],
@@ -121,6 +126,7 @@ def build_rows(
         [t.lists if (t := samples[i].teacher) else None for i in kept],
         chosen,
         0 if bank is None else number,
+        None if eos_ids is None else [np.isin(samples[i].sample.response_ids, [*eos_ids]) for i in kept],
     )
     if bank is not None:
         bank(number, [samples[i] for i in kept], usable, mask)
@@ -133,8 +139,11 @@ def _failed(scored: ScoredSample, opd: OpdConfig) -> bool:
     return opd.enabled and scored.teacher is None
 
 
-def _takes_part(scored: ScoredSample, opd: OpdConfig) -> bool:
-    """What `opd.on_failed_sample` says of a sample without a teacher's scores: False to drop it; `stop` raises its error."""
+def takes_part(scored: ScoredSample, opd: OpdConfig) -> bool:
+    """Whether a sample becomes a row: not one without a reward where no teacher is heard, nor one without a teacher's scores
+    that `opd.on_failed_sample` drops; `stop` raises its error."""
+    if scored.reward is None and not opd.enabled:
+        return False
     if not _failed(scored, opd):
         return True
     if opd.on_failed_sample == "stop":
@@ -190,8 +199,11 @@ def _opd_weights(senior: BoolArray, teacher: AlignedScores, opd: OpdConfig) -> F
     return used * opd.position_discount ** np.arange(len(senior), dtype=np.float64)
 
 
-def _weights(sample: TandemSample, junior_weight: float) -> FloatArray:
-    """1 on the senior's tokens, `junior_weight` on the junior's, 0 in inserted text."""
+def _weights(scored: ScoredSample, junior_weight: float) -> FloatArray:
+    """1 on the senior's tokens, `junior_weight` on the junior's, 0 in inserted text, and throughout without a reward."""
+    sample = scored.sample
+    if scored.reward is None:
+        return np.zeros(len(sample.response_ids))
     by_author = np.where(np.asarray(sample.authorship_mask) == SENIOR, 1.0, junior_weight)
     return by_author * np.asarray(sample.loss_mask, dtype=np.float64)
 

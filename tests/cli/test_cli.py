@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -72,13 +73,15 @@ def config(trio, tmp_path: Path) -> Callable[..., str]:  # type: ignore[no-untyp
 
 
 def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *parts: str) -> None:
-    """Exit code 2; the first line on stderr names the command and holds `parts` and a remedy; nothing else is printed."""
+    """Exit code 2; a line on stderr names the command and holds `parts` and a remedy; nothing but progress is printed before."""
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
-    first = err.splitlines()[0]
-    assert first.startswith(f"slime-tandem {argv[0]}: ")
+    lines = err.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"slime-tandem {argv[0]}: "))
+    assert all(re.match(r" *[0-9]+\.[0-9] s  ", line) for line in lines[:at])
+    first = lines[at]
     for part in (*parts, "expected ", "Remedy: "):
         assert part in first
 

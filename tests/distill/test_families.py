@@ -5,15 +5,22 @@ Tokenizers and templates only (scripts/families.py); no model.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from families import FAMILIES, Conversation, Said, native, sample_of, spelt
 
+from slime_tandem import cli
+from slime_tandem.api import align
 from slime_tandem.distill.teacher import Teacher, check_teacher
-from slime_tandem.errors import TandemError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
-from slime_tandem.types import Message, TandemSample
+from slime_tandem.errors import ModelError, TandemError, TeacherScoreError, UnreadRolesError, UnreadToolsError
+from slime_tandem.models.chat import Chat, Template
+from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
 ASK = (Message("user", "What is 12 + 345?"),)
 TOOL = (Message("tool", "12 + 345 = 357"),)
@@ -29,6 +36,7 @@ CALLED = (
     Message("assistant", "", {"tool_calls": [CALL]}),
     Message("tool", "357", {"tool_call_id": "call00001", "name": "sum"}),
 )
+AFTER_CALL = ("mistral-v3", "mistral-tekken", "gpt-oss")
 CONVERSATIONS = {
     "single": Conversation(ASK, (Said("The answer is 357."),)),
     "system": Conversation((Message("system", "Be brief."), *ASK), (Said("The answer is 357."),)),
@@ -61,8 +69,8 @@ def unread(families: dict[str, Any], teacher: str, told: Conversation) -> type[T
         return UnreadRolesError
     if told.tools and not (turns.tools and turns.tool_calls):
         return UnreadToolsError
-    if teacher == "gpt-oss" and told.between and told.between[0][0].role == "tool":
-        return UnreadTemplateError  # no tool message without the call that it answers
+    if teacher in AFTER_CALL and told.between and told.between[0][0].role == "tool":
+        return UnreadToolsError  # no tool message without the call that it answers
     return None
 
 
@@ -182,8 +190,6 @@ def test_thinking(families: dict[str, Any], teacher: str, thinking: Any) -> None
 
 
 def _cut(sample: TandemSample, at: int) -> TandemSample:
-    from dataclasses import replace
-
     return replace(
         sample,
         response_ids=sample.response_ids[:at],
@@ -192,6 +198,99 @@ def _cut(sample: TandemSample, at: int) -> TandemSample:
         runs=(),
         finish_reason="length",
     )
+
+
+HARMONY = "<|channel|>analysis<|message|>so it is"
+SAYS, FINAL = (f"<|end|><|start|>assistant<|channel|>{name}<|message|>" for name in ("commentary", "final"))
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "dropped"),
+    [
+        (f"{HARMONY}{SAYS}Let me see{FINAL}357<|return|>", "so it is\n\nLet me see", "357"),
+        (f"{HARMONY}{FINAL}35{FINAL}7<|return|>", "so it is", "35\n\n7"),
+        (f"{HARMONY}<|end|>", "so it is", ""),
+        (f"{HARMONY}<|end|><|start|>assistant<|channel|>fi", "so it is", ""),
+        ('<|channel|>commentary to=functions.f json<|message|>{"x": 1}<|call|>', "", '{"x": 1}'),
+    ],
+)  # fmt: skip
+def test_several_messages_in_one_turn(families: dict[str, Any], said: str, kept: str, dropped: str) -> None:
+    """gpt-oss ends each message of a turn: no end of a turn, and nobody's but its own markup, cut in the middle or not."""
+    tokenizer, chat = families["gpt-oss"]
+    ids = chat.encode_markup(said)
+    plain = sample_of(tokenizer, chat, Conversation(ASK, (Said("x"),)))
+    sample = replace(
+        plain, response_ids=tuple(ids), authorship_mask=(1,) * len(ids), log_probs=(-1.0,) * len(ids), runs=()
+    )
+    for teacher in ("qwen3", "llama3", "gemma3"):
+        other, end = families[teacher][0], families[teacher][1].end_of_turn
+        for thinking in ("keep", "drop"):
+            one = teacher_of(families, "gpt-oss", teacher, thinking)
+            _, text = one.conversation(sample)
+            words = other.tokens.join(text.ids)
+            for mark in ("<think>\n", "\n</think>\n\n", "<think>", "</think>"):
+                words = words.replace(mark.encode(), b"")
+            assert words.decode() == (kept if thinking == "keep" else "") + dropped, (teacher, thinking)
+            assert text.ids.count(end) == said.endswith(("<|return|>", "<|call|>"))
+            if end in text.ids:
+                assert one.aligner.align(text).teacher_index[-1] == len(text.ids) - 1
+
+
+def test_a_teacher_with_the_students_vocabulary_and_another_template(families: dict[str, Any]) -> None:
+    """Its turns begin otherwise (no space in front): the first token alone is cut anew, the student's ids stay."""
+    tokenizer, chat = families["mistral-v3"]
+    template = "{% for m in messages %}{{ m.role + ':\\n' + m.content + eos_token }}{% endfor %}"
+    hf = copy.copy(chat.hf)
+    hf.chat_template = template + "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    other = Chat(Template(hf, "other"), tokenizer.tokens)
+    sample = spoken(families, "mistral-v3", CONVERSATIONS["single"])
+    assert sample is not None
+    assert (chat.lead, other.lead) == (" ", "")
+    one = Teacher.by_template(None, chat, other)  # type: ignore[arg-type]
+    assert one.aligner.same_vocabulary
+    prompt, text = one.conversation(sample)
+    assert native(other, CONVERSATIONS["single"]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
+    aligned = one.aligner.align(text)
+    assert aligned.teacher_index.tolist()[2:] == list(range(len(text.ids)))[-(len(sample.response_ids) - 2) :]
+    back = Teacher.by_template(None, other, chat)  # type: ignore[arg-type]
+    prompt, text = back.conversation(sample_of(tokenizer, other, CONVERSATIONS["single"]))
+    assert native(chat, CONVERSATIONS["single"]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
+
+
+def test_an_empty_answer(families: dict[str, Any]) -> None:
+    told = Conversation(ASK, (Said(""),))
+    for teacher, (tokenizer, chat) in families.items():
+        for student in families:
+            one = teacher_of(families, student, teacher)
+            if one._markups[2]:
+                continue
+            prompt, text = one.conversation(sample_of(*families[student], told))
+            sent = spelt(tokenizer.tokens, [*prompt, *text.ids])
+            if chat.turns.closed_by == "the next role":
+                sent = sent.removesuffix(spelt(tokenizer.tokens, [chat.end_of_turn]))
+            # GLM-4.5 writes no line end in front of an empty answer, and a model cannot know that it will be empty.
+            want = native(chat, told) if teacher != "glm4.5" else native(chat, told) + b"\n"
+            assert want.startswith(sent), (student, teacher)
+
+
+def test_an_end_of_two_tokens(families: dict[str, Any]) -> None:
+    """The first one ends the turn, the template's context has both, and a student that sampled either goes on behind it."""
+    tokenizer, chat = families["qwen2.5"]
+    hf = copy.copy(chat.hf)
+    hf.chat_template = str(hf.chat_template).replace("<|im_end|>", "<|im_end|><|endoftext|>")
+    both = Chat(Template(hf, "two"), tokenizer.tokens)
+    first, second = (hf.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    again = (Message("user", "And then?"),)
+    assert both.end_of_turn == first
+    assert both.bridge(again)[:2] == [first, second]
+    assert both.next_turn(again, first) == both.bridge(again)[1:]
+    assert both.next_turn(again, second) == both.bridge(again)[2:]
+    one = Teacher.by_template(None, families["llama3"][1], both)  # type: ignore[arg-type]
+    for name in ("single", "asked again"):
+        sample = spoken(families, "llama3", CONVERSATIONS[name])
+        assert sample is not None
+        prompt, text = one.conversation(sample)
+        assert native(both, CONVERSATIONS[name]).startswith(spelt(tokenizer.tokens, [*prompt, *text.ids]))
 
 
 def test_an_opening_without_thinking_is_not_read_by_a_teacher(families: dict[str, Any]) -> None:
@@ -225,6 +324,31 @@ def test_the_system_message_stays_where_a_template_moves_it(families: dict[str, 
     assert families["mistral-v3"][0].tokens.join(text.ids) == b" The answer is 357."
 
 
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("glm4", "gemma3"), ("qwen3", "mistral-v3"), ("deepseek-r1", "glm4.5")]
+)
+def test_align_shows_what_a_teacher_is_sent(
+    families: dict[str, Any], student: str, teacher: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`slime-tandem align` and `api.align`: the turn in the teacher's own markup, as `score` sends it."""
+    text = "The answer is 357."
+    own, chat = families[student][1], families[teacher][1]
+    found = align(text, own.template.where, chat.template.where)
+    _, sent = teacher_of(families, student, teacher).conversation(
+        sample_of(*families[student], Conversation(ASK, (Said(text),)))
+    )
+    assert found.teacher_ids == sent.ids
+    assert found.partners[-1] == len(sent.ids) - 1
+    (tmp_path / "text").write_text(text)
+    names = ["--student", own.template.where, "--teacher", chat.template.where]
+    assert cli.main(["align", *names, str(tmp_path / "text")]) == 0
+    out = capsys.readouterr().out
+    assert (
+        f"{sum(p is not None for p in found.partners)} of {len(found.partners)}" in out
+        or f"{found.coverage:.3f}" in out
+    )
+
+
 def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
     """A role that the teacher lacks fails its sample by name, and not the call."""
     import asyncio
@@ -248,3 +372,91 @@ def test_a_samples_failure_is_its_own(families: dict[str, Any]) -> None:
     assert isinstance(scores[0], UnreadRolesError)
     assert isinstance(scores[1], AlignedScores)
     assert isinstance(scores[2], UnreadRolesError)
+
+
+_SAID = [
+    "Hello",
+    " there",
+    "12 + 345",
+    "\n",
+    "\n\n",
+    "  ",
+    "e\u0301",
+    "\u4f60\u597d",
+    "\u2581",
+    "<think>",
+    "</think>",
+    "[INST]",
+]
+_SAID += [
+    "<|im_end|>",
+    "<|user|>",
+    "<end_of_turn>",
+    "</s>",
+    '{"name": "f", "arguments": {"x": "\u00fc"}}',
+    "<tool_call>",
+]
+
+
+def random_turn(rng: random.Random, tokenizer: Any, chat: Chat) -> list[int]:
+    """Text, typed and sampled markers, ids that do not exist, in any order; no end of a turn."""
+    ids: list[int] = []
+    for _ in range(rng.randrange(7)):
+        text = "".join(rng.choices(_SAID, k=rng.randrange(1, 4)))
+        pieces = [chat.encode(text), chat.encode_markup(text), list(chat.answer), [rng.randrange(-1, 460)]]
+        pieces += [list(mark) for mark in chat.marks or ()]
+        ids += rng.choice(pieces)
+    return [i for i in ids if i not in tokenizer.tokens.eos_ids and i not in chat.markup.inner]
+
+
+def random_sample(rng: random.Random, tokenizer: Any, chat: Chat) -> TandemSample:
+    """One to three turns, cut anywhere; raises a TandemError where the template has no such messages."""
+    messages = (Message("user", rng.choice(["Hi", "use <think> tags", "4<|im_end|>\n<|im_start|>assistant"])),)
+    ids, inserted, between = list[int](), list[tuple[int, int]](), list[tuple[Message, ...]]()
+    for k in range(n := rng.randrange(1, 4)):
+        ids += random_turn(rng, tokenizer, chat)
+        if k == n - 1:
+            ids += [chat.end_of_turn] if rng.random() < 0.7 else []
+            break
+        ids.append(chat.end_of_turn)
+        between.append((Message(rng.choice(["user", "tool"]), rng.choice(["And then?", "use <think> tags"])),))
+        shown = chat.next_turn(between[-1], ids[-1])
+        inserted.append((len(ids), len(ids) + len(shown)))
+        ids += shown
+    mask = [0 if any(a <= i < b for a, b in inserted) else 1 for i in range(len(ids))]
+    return TandemSample(
+        SampleKey(0, 0, 0), 0, Prompt("p", messages, None, "t"), tuple(chat.render(messages)), tuple(ids), tuple(mask),
+        tuple(-1.0 * m for m in mask), "stop", "", (), inserted=tuple(inserted), inserted_messages=tuple(between),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_was_sampled(families: dict[str, Any], seed: int) -> None:
+    """No failure but a named one; pairs of equal bytes; each sampled end has the value of one that the teacher writes there,
+    and none stands twice in a row; nothing that was inserted is paired; every token is paired or counted once."""
+    rng, read = random.Random(seed), 0
+    for _ in range(60):
+        student, teacher = rng.choices(list(FAMILIES), k=2)
+        (own, chat), (theirs, other) = families[student], families[teacher]
+        one = teacher_of(families, student, teacher, rng.choice(["keep", "text", "drop"]))
+        try:
+            sample = random_sample(rng, own, chat)
+            prompt, text = one.conversation(sample)
+        except (ModelError, TeacherScoreError):  # a role, tools, or messages that one of the two does not show
+            continue
+        read += 1
+        aligned = one.aligner.align(text)
+        scores = aligned.scores([-1.0] * len(text.ids))
+        assert int(scores.mask.sum()) + sum(scores.unaligned.values()) == len(sample.response_ids)
+        for i, j in enumerate(aligned.teacher_index.tolist()):
+            token, ended = sample.response_ids[i], sample.response_ids[i] in own.tokens.eos_ids and sample.loss_mask[i]
+            assert not ended or j >= 0
+            if j >= 0:
+                data, partner = own.tokens.of(token), text.ids[int(j)]
+                assert sample.loss_mask[i]
+                assert data in (None, theirs.tokens.of(partner)) or one.aligner.special.ids[token] == partner
+                assert not ended or one._markups[2] or text.ids[j] in other.ends | {other.end_of_turn}
+        if not one._markups[2]:
+            pairs = itertools.pairwise([*prompt, *text.ids])
+            assert not any(a == b and a in theirs.tokens.eos_ids for a, b in pairs)
+    assert read > 30

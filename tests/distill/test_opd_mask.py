@@ -59,6 +59,22 @@ def test_the_budget_is_of_the_whole_rollout() -> None:
     assert [int(m.sum()) for m in kept.masks] == [1, 2]
 
 
+def test_ends_of_turn_are_reported_apart() -> None:
+    lists, able = [lists_of([1, 2, 9]), lists_of([7, 8, 9])], [*usable(3), np.array([True, True, True])]
+    ends = [np.array([False, False, True]), np.array([False, True, False])]
+    got = opd_mask(keys(2), able, lists, choice(ratio=0.5), ends=ends)
+    assert [m.tolist() for m in got.masks] == [[False, False, True], [False, True, True]]
+    assert got.metrics["selection/end_of_turn"] == pytest.approx(2 / 3)
+    assert got.metrics["selection/end_of_turn_kept"] == 1.0
+    masked = opd_mask(keys(2), [np.array([True, True, False]), able[1]], lists, choice(ratio=0.2), ends=ends)
+    assert [m.tolist() for m in masked.masks] == [[False] * 3, [False, False, True]]
+    assert (masked.metrics["selection/end_of_turn"], masked.metrics["selection/end_of_turn_kept"]) == (0.0, 0.0)
+    full = opd_mask(keys(2), able, [None, None], SelectionConfig(), ends=ends)
+    assert (full.metrics["selection/end_of_turn"], full.metrics["selection/end_of_turn_kept"]) == (1 / 3, 1.0)
+    unknown = opd_mask(keys(2), able, lists, choice(ratio=0.5))
+    assert unknown.metrics["selection/end_of_turn"] is unknown.metrics["selection/end_of_turn_kept"] is None
+
+
 def test_only_usable_tokens_are_chosen_and_counted() -> None:
     able = [np.array([True, True, False])]
     got = opd_mask(keys(1), able, [lists_of([1, 2, 9])], choice(ratio=0.5))

@@ -17,21 +17,23 @@ import pytest
 import torch
 
 from slime_tandem.cli import main
-from slime_tandem.config import RunConfig
-from slime_tandem.errors import TeacherScoreError
+from slime_tandem.config import RunConfig, SamplingConfig
+from slime_tandem.errors import ConfigError, EngineError, TeacherScoreError
 from slime_tandem.evaluation import run as module
 from slime_tandem.evaluation.run import evaluation_rule
 from slime_tandem.evaluation.scoring import Reading, foreign_reading, log_probs_of, own_reading
+from slime_tandem.evaluation.transfer import finished, first_half
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest, GenerateResult
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
+from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Message, Prompt, SampleKey, TandemSample
 
 from ..in_process import ThreadServer
 
-PARTS = {"solo", "handoff", "drift", "legibility"}
+PARTS = {"solo", "handoff", "transfer", "drift", "start", "legibility"}
 
 
 def flags(trio, runs: Path, *more: str) -> list[str]:  # type: ignore[no-untyped-def]
@@ -85,11 +87,13 @@ def test_the_json_holds_all_four_parts_with_intervals(written: Path) -> None:
         "handoff/difference@3",
         "drift/k3",
         "legibility/nats_per_byte",
+        "transfer/gain",
     }
     assert names <= set(results)
     for name, r in results.items():
-        assert (r["value"] is None) == name.startswith("handoff/retention@"), "a random model is never right"
-        assert r["value"] is not None or r["reason"] == "solo is never right"
+        unknown = name.startswith(("handoff/retention@", "start/"))
+        assert (r["value"] is None) == unknown, "a random model is never right"
+        assert r["value"] is not None or r["reason"] in ("solo is never right", module.NO_START)
         if r["low"] is not None:
             assert r["low"] <= r["value"] <= r["high"], name
     assert results["handoff/chains_with_handoff"]["value"] > 0.5
@@ -181,7 +185,7 @@ def test_without_a_junior_only_solo_is_measured(team: Team) -> None:
     results = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print).to_json()["results"]
     assert {name.split("/")[0] for name, r in results.items() if r["value"] is not None} == {"solo"}
     assert {name.split("/")[0] for name in results} == PARTS
-    assert {r["reason"] for r in results.values() if r["value"] is None} == {module.NO_JUNIOR}
+    assert {r["reason"] for r in results.values() if r["value"] is None} == {module.NO_JUNIOR, module.NO_START}
 
 
 @pytest.mark.parametrize(
@@ -297,11 +301,71 @@ def test_a_junior_with_another_tokenizer_has_no_drift_but_legibility(team: Team)
     tasks = TaskSet(team.config.tasks, 0)
     evaluation = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print)
     results = {r.name: r.estimate for r in evaluation.results}
-    for name in ("drift/k1", "drift/k3"):
+    for name in ("drift/k1", "drift/k3", "transfer/half", "transfer/gain"):
         assert results[name].value is None
         assert "different tokenizers" in str(results[name].reason)
         assert "special ids differ" in str(results[name].reason)
     assert results["legibility/nats_per_byte"].value is not None
+
+
+def test_drift_from_the_start_is_measured_in_the_seniors_own_server(trio, team: Team) -> None:  # type: ignore[no-untyped-def]
+    """The junior's weights as the start: both drifts are then the same, and the senior is back after it."""
+    with_start = team.config.eval.model_copy(update={"start": str(trio.junior)})
+    team.roster.config = team.config.model_copy(update={"eval": with_start})
+    tasks = TaskSet(team.config.tasks, 0)
+    for _ in range(2):
+        results = module.evaluate_senior(team, tasks, tasks.heldout_prompts(3), print).to_json()["results"]
+        for kind in ("k1", "k3"):
+            for what in ("value", "low", "high"):
+                assert results[f"start/{kind}"][what] == pytest.approx(results[f"drift/{kind}"][what], abs=1e-6)
+        assert results["drift/k1"]["value"] > 0.1
+
+
+def test_a_start_with_another_tokenizer_is_refused(trio, team: Team) -> None:  # type: ignore[no-untyped-def]
+    team.roster.config = team.config.model_copy(
+        update={"eval": team.config.eval.model_copy(update={"start": str(trio.teacher)})}
+    )
+    tasks = TaskSet(team.config.tasks, 0)
+    with pytest.raises(ConfigError, match=r"eval\.start=.*the tokenizer of the senior"):
+        module.evaluate_senior(team, tasks, tasks.heldout_prompts(1), print)
+
+
+def test_who_goes_on_from_half_of_its_own_answer_comes_to_that_answer(trio, team: Team) -> None:  # type: ignore[no-untyped-def]
+    """The same draws, positions and cap as in the rollout: asked of the senior's server, so that the answer is known."""
+    tokens, sampling = team.roster.student.tokens, team.config.sampling
+    prompts = TaskSet(team.config.tasks, 0).heldout_prompts(3)
+    solo = [s for s in team.write(prompts, 1, 2, tandem=False) if isinstance(s, TandemSample)]
+    halves = [first_half(s) for s in solo]
+    assert [len(h) for h in halves] == [len(s.response_ids) // 2 for s in solo]
+    assert any(halves)
+    client = team.servers.clients["senior"]
+    for prefixes in (halves, [() for _ in solo]):
+        got = team.servers.run(finished(client, solo, prefixes, tokens, sampling, 4))
+        assert got == [s.text for s in solo]
+    assert len({s.text for s in solo}) > 1
+
+
+def test_what_the_junior_finishes_is_cut_at_a_stop_string_and_an_abort_is_no_answer() -> None:
+    table = TokenBytes((b"a", b"b;", b"c", None), special=frozenset({3}), eos_ids=frozenset({3}))
+    sampling = SamplingConfig(max_new_tokens=5, stop=(";",))
+    s = response((0, 2))
+    asked: list[GenerateRequest] = []
+
+    class Engine:
+        reason = "stop"
+
+        async def generate(self, requests: Any) -> list[GenerateResult]:
+            asked.extend(requests)
+            return [GenerateResult(r.rid, (0, 1, 3), (), self.reason, "v") for r in requests]  # type: ignore[arg-type]
+
+    engine = Engine()
+    assert asyncio.run(finished(engine, [s], [(2,)], table, sampling, 8)) == ["cab"]
+    (request,) = asked
+    assert (request.input_ids, request.max_new_tokens) == ((9, 2), 4)
+    assert (request.stop_token_ids, request.stop) == ((3,), (";",))
+    engine.reason = "abort"
+    with pytest.raises(EngineError, match="an answer of the junior"):
+        asyncio.run(finished(engine, [s], [()], table, sampling, 8))
 
 
 class Scripted:

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from slime_tandem.evaluation.figures import (
+    TITLES,
     Figure,
     drift_figures,
     handoff_figures,
     legibility_figures,
     set_figures,
     solo_figures,
+    transfer_figures,
     undefined,
 )
 from slime_tandem.evaluation.scoring import Reading
@@ -84,9 +86,21 @@ def test_drift_by_hand() -> None:
     """Log-ratios 1, 0, -1 over three tokens of two prompts: a mean over tokens, not over responses."""
     senior = [np.array([-1.0, -2.0]), np.array([-3.0])]
     junior = [np.array([-2.0, -2.0]), np.array([-2.0])]
-    got = values(drift_figures(senior, junior, 1))
+    got = values(drift_figures(senior, junior, 1, part="drift"))
     assert got["drift/k1"] == pytest.approx(0.0)
     assert got["drift/k3"] == pytest.approx((np.exp(-1) + 0.0 + (np.e - 2)) / 3)
+
+
+def test_drift_from_the_start_is_the_same_under_its_own_name() -> None:
+    got = values(drift_figures([np.array([-1.0, -2.0])], [np.array([-2.0, -2.5])], 1, part="start"))
+    assert got["start/k1"] == pytest.approx(0.75)
+    assert set(got) == {"start/k1", "start/k3"}
+
+
+def test_transfer_by_hand() -> None:
+    """Two prompts, two chains: three of four right from the half, one of four alone; paired by sample."""
+    got = values(transfer_figures([True, True, False, True], [False, True, False, False], chains=2))
+    assert got == {"transfer/half": 0.75, "transfer/alone": 0.25, "transfer/gain": 0.5}
 
 
 def test_legibility_by_hand() -> None:
@@ -103,10 +117,10 @@ def test_legibility_by_hand() -> None:
 
 
 def test_what_could_not_be_measured_keeps_its_names() -> None:
-    named = {r.name for part in ("solo", "handoff", "drift", "legibility") for r in undefined(part, "why")}  # type: ignore[arg-type]
+    named = {r.name for part in TITLES for r in undefined(part, "why")}
     assert named == {
         "solo/pass@1", "handoff/pass@1", "handoff/retention@1", "drift/k1", "drift/k3", "legibility/nats_per_token",
-        "legibility/nats_per_byte",
+        "legibility/nats_per_byte", "transfer/half", "transfer/alone", "transfer/gain", "start/k1", "start/k3",
     }  # fmt: skip
     assert all(r.estimate.reason == "why" and r.estimate.value is None for r in undefined("drift", "why"))
 
@@ -130,7 +144,9 @@ def test_both_estimators_have_the_exact_kl_as_their_mean(distributions) -> None:
     p, q = (d.reshape(-1) for d in distributions)
     exact = float(np.exp(p) @ (p - q))
     assert exact > 0.1, "two models that agree would make this blind"
-    every_token = drift_figures(list(p[:, None]), list(q[:, None]), 1)  # as if each were a response of one token
+    every_token = drift_figures(
+        list(p[:, None]), list(q[:, None]), 1, part="drift"
+    )  # as if each were a response of one token
     for figure in every_token:
         assert float(np.exp(p) @ figure.ratio.numerator) == pytest.approx(exact, rel=1e-9), figure.name
 
@@ -143,7 +159,7 @@ def test_sampled_estimates_come_to_the_exact_kl_within_their_error(distributions
     tokens = np.stack([rng.choice(p.shape[1], size=draws, p=np.exp(row) / np.exp(row).sum()) for row in p], axis=1)
     at = np.arange(len(p))
     senior, junior = [p[at, row] for row in tokens], [q[at, row] for row in tokens]
-    figures = drift_figures(senior, junior, 1)
+    figures = drift_figures(senior, junior, 1, part="drift")
     estimates = bootstrap({f.name: f.ratio for f in figures}, resamples=400, seed=0)
     for name, e in estimates.items():
         assert e.value is not None
@@ -152,6 +168,6 @@ def test_sampled_estimates_come_to_the_exact_kl_within_their_error(distributions
         assert abs(e.value - exact) < 2 * (e.high - e.low), name
         assert (e.high - e.low) < exact, "narrow enough to tell"
     # Tokens of a truncated distribution would not do: the estimate is then of something else.
-    greedy = drift_figures([p.max(axis=1)], [q[at, p.argmax(axis=1)]], 1)
+    greedy = drift_figures([p.max(axis=1)], [q[at, p.argmax(axis=1)]], 1, part="drift")
     off = float(greedy[0].ratio.numerator[0]) / len(p)
     assert abs(off - exact) > 4 * (estimates["drift/k1"].high - estimates["drift/k1"].low)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_folder
+from families import make_model
 
 from slime_tandem.config import RunConfig
 from slime_tandem.distill.panel import TeacherPanel
@@ -17,7 +17,6 @@ from slime_tandem.local.run import train
 from slime_tandem.models.tokenizer import ModelTokenizer
 from slime_tandem.protocol import GenerateRequest
 
-from ..conftest import make_model
 from ..in_process import ThreadServer
 
 ENVIRONMENT = (
@@ -25,24 +24,9 @@ ENVIRONMENT = (
 )
 
 
-def folder_of(name: str, root: Path, seed: int, kind: str) -> Path:
-    """A family's folder with a tiny random model that likes to end its turns."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(make_folder(name, root / "tokenizers"))
-    folder = make_model(root / name, tokenizer, seed=seed, kind=kind)
-    ends = ModelTokenizer.load(make_folder(name, root / "tokenizers")).tokens.eos_ids
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[sorted(ends)] *= 2.0
-    model.generation_config.eos_token_id = sorted(ends)
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_a_gemma_teaches_a_glm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    student, teacher = folder_of("glm4", tmp_path, 1, "qwen3"), folder_of("gemma3", tmp_path, 2, "llama")
+    student = make_model("glm4", tmp_path, seed=1, kind="qwen3")
+    teacher = make_model("gemma3", tmp_path, seed=2, kind="llama")
     (tmp_path / "asks_again.py").write_text(ENVIRONMENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     sent: list[GenerateRequest] = []

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import make_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
+from slime_tandem.engines.sglang import free_port
 from slime_tandem.errors import CheckpointError, ConfigError, ModelError
 from slime_tandem.megatron import conversion
 from slime_tandem.megatron.architecture import architecture_of, load_hf_config
@@ -32,6 +35,7 @@ from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.megatron.recorded import KEY
 from slime_tandem.megatron.torch_dist import TorchDistReader, dist_key, find_torch_dist
 from slime_tandem.megatron.weights import load_hf_folder, megatron_recipes
+from slime_tandem.slime_launch.sizes import flags_of_folder
 
 from ..waiting import PATIENCE_S
 
@@ -506,6 +510,36 @@ def test_a_mixture_of_experts_is_slimes_own_work(
     (tmp_path / "m.sh").write_text('MODEL_ARGS=(--num-experts 128 --x "a b")')
     assert cli.main(["convert", str(moe), str(tmp_path / "x"), "--model-args", str(tmp_path / "m.sh")]) == 3
     assert f"TOOL --num-experts 128 --x a b --hf-checkpoint {moe} --save {tmp_path / 'x'}" in capfd.readouterr().out
+
+
+OWN_LAYERS = (
+    "--spec slime_tandem.slime_hooks.spec layer_spec --transformer-impl local --no-persist-layer-norm --no-rope-fusion "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 1 --seq-length 2048"
+)
+"""In the place of Transformer Engine's layers, which a CPU has not."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mixture_of_experts_goes_through_slimes_tools_and_back(slime_here: Any, tmp_path: Path, tied: bool) -> None:
+    """HF -> torch_dist -> HF by our command and slime's own converters: every tensor bit for bit, in slime's bfloat16."""
+    hf = make_model("qwen3_moe", tmp_path / "hf", seed=1, dtype="bfloat16", tie_word_embeddings=tied)
+    flags = [w for w in flags_of_folder(hf) if w not in ("--moe-grouped-gemm", "--moe-permute-fusion")]
+    (tmp_path / "model.sh").write_text(f"MODEL_ARGS=({shlex.join(flags)} {OWN_LAYERS})\n")
+    env = {**slime_here.environment(), "SLIME_DIR": str(slime_here.slime), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+
+    def run(*words: str) -> None:
+        command = [slime_here.python, "-W", "ignore", "-m", "slime_tandem.cli", "convert", *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+    run(str(hf), str(tmp_path / "dist"), "--model-args", str(tmp_path / "model.sh"))
+    run(str(tmp_path / "dist"), str(tmp_path / "back"), "--like", str(hf))
+    before, after = load_hf_folder(hf), load_hf_folder(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert sum(".experts." in name for name in before) == 2 * 4 * 3
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
 
 
 def test_the_tool_is_the_command(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

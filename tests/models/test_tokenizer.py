@@ -48,6 +48,33 @@ def test_every_id_needs_a_row(tmp_path: Path, rows: int | None, eos: int, specia
     assert f"expected ids below vocab_size={rows}" in str(caught.value)
 
 
+def test_a_token_that_transformers_adds_is_named_with_its_remedy(tmp_path: Path) -> None:
+    """A qwen2 with special tokens of its own, saved by transformers and loaded by it: the remedy is followed to the letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1}
+    vocabulary |= {letter: i + 2 for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    made.save_pretrained(tmp_path)
+    rows = len(vocabulary)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": rows, "eos_token_id": 1}))
+    with pytest.raises(
+        ModelError, match=r"\(<\|endoftext\|>\).*Qwen2Tokenizer adds it.*\"unk_token\" in tokenizer_config"
+    ):
+        require_rows(ModelTokenizer.load(tmp_path))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "unk_token": "<|im_end|>"}))
+    require_rows(ModelTokenizer.load(tmp_path))
+
+
 def test_a_folder_with_nothing_but_a_tokenizer_has_no_rows_to_compare(tmp_path: Path) -> None:
     given = tokenizer(tmp_path, 1)
     (tmp_path / "config.json").unlink()

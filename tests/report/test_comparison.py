@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from pages.browser import CONTRAST, OVERFLOW, Browser, Page
 
 from slime_tandem import cli
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
-from slime_tandem.report.comparison import Mean, read_mapping, summarise_suite, write_suite
+from slime_tandem.report import comparison
+from slime_tandem.report.comparison import MAPPING, Mean, read_mapping, summarise_suite, write_suite
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter
 
@@ -75,8 +77,7 @@ def test_report_of_a_suite_prints_and_writes(folder: Path, capsys: pytest.Captur
     assert "not finished: 040-random-0.1-seed0" in tree["caption"]
     page = (folder / "suite.html").read_text()
     assert "&lt;b&gt; 1" in page
-    assert "<b>" not in page
-    assert (folder / "suite.svg").read_text() in page
+    assert "<b> 1" not in page
     assert not list(folder.glob("*.new"))
 
 
@@ -94,3 +95,38 @@ def test_what_is_no_suite_is_refused(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(RunDirError, match="restore the file"):
             write_suite(folder)
     assert not (folder / "suite.json").exists()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_suites_page_in_a_browser(folder: Path, browser: Browser, width: int, dark: bool) -> None:
+    """In the report's style: dark where asked for, whole on a phone, and no name of a method is obeyed."""
+    evil = "<svg/onload=alert(1)><script>alert(2)</script>" + "w" * 120
+    mapping = (folder / MAPPING).read_text()
+    (folder / MAPPING).write_text(mapping.replace("<b>", evil))
+    write_suite(folder)
+
+    async def use(page: Page) -> tuple[object, ...]:
+        return (
+            await page.run(OVERFLOW),
+            [poor for poor in await page.run(CONTRAST) if poor["ratio"] < 4.5],
+            await page.run("[document.scripts.length, document.querySelectorAll('.methods .strip circle').length]"),
+            await page.run("getComputedStyle(document.body).backgroundColor"),
+            page.problems,
+        )
+
+    inner, poor, drawn, background, problems = browser.visit(folder / "suite.html", use, width=width, dark=dark)
+    assert inner == [width, width]
+    assert poor == []
+    assert drawn == [0, 6]
+    assert (background == "rgb(17, 20, 23)") == dark
+    assert problems == []
+
+
+def test_a_difference_is_coloured_where_its_interval_shows_one(tmp_path: Path) -> None:
+    up, none = Mean(0.1, 0.05, 0.15, 3), Mean(0.1, -0.05, 0.25, 3)
+    assert comparison._shown_better(up, "up") is True
+    assert comparison._shown_better(up, "down") is False
+    assert comparison._shown_better(none, "up") is None
+    assert comparison._shown_better(Mean(0.1, None, None, 1), "up") is None
+    assert comparison._text(Mean(-0.0001, None, None, 1), signed=True) == "0.000"

@@ -6,16 +6,20 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pages.browser import CONTRAST, OVERFLOW
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
-from slime_tandem.report import html, transcripts
-from slime_tandem.report.curves import MAX_POINTS, curve
+from slime_tandem.report import curves, html, transcripts
+from slime_tandem.report.curves import MAX_POINTS, curve, nice_ticks, tick_labels
 from slime_tandem.report.html import task_curves, write_report
 from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken, read_rows
 from slime_tandem.report.transcripts import ends_of, transcript_groups, visible
 
 from .conftest import eval_row, step_row
+from .hostile import write_hostile_run
 
 ATTACK = "</script><script>alert(1)</script>"
 ODD = (
@@ -334,3 +338,80 @@ def test_every_text_of_a_row_is_text_in_the_page(tmp_path):
     Tags().feed(page)
     assert found == [("script", "")], "the page's own"
     assert page.count("onerror=") > 0, "what was written is shown"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_hostile_texts_are_shown_whole_pages_stay_readable(tmp_path, browser, width, dark):
+    path = write_report(write_hostile_run(tmp_path / "run"))
+    assert path.stat().st_size < 2**21, "a line of a mebibyte is cut"
+
+    async def use(page):
+        inner, poor = await page.run(OVERFLOW), []
+        for shade in ("author", "teacher"):
+            await page.run(f"document.querySelector('input[name=shade][value={shade}]').click()")
+            inner += await page.run(OVERFLOW)
+            poor += [found for found in await page.run(CONTRAST) if found["ratio"] < 4.5]
+        broken = await page.run("[window.broken ?? null, document.scripts.length, document.images.length]")
+        return inner, poor, broken, page.problems
+
+    inner, poor, broken, problems = browser.visit(path, use, width=width, dark=dark)
+    assert set(inner) == {width}
+    assert poor == []
+    assert broken == [None, 1, 0]
+    assert problems == []
+
+
+def test_poor_contrast_is_found(browser, tmp_path):
+    path = tmp_path / "x.html"
+    path.write_text(
+        "<body style='background:#fff'><p style='color:#777'>grey</p><p style='color:#767676'>dark enough</p>"
+        "<p style='background:repeating-linear-gradient(45deg, #fff 0 4px, #888 4px 6px)'>stripes</p>"
+        "<p style='background:rgba(0,0,0,.5);color:#fff'>half</p>"
+        "<svg><text fill='#ccc' y='9'>drawn</text></svg>"
+    )
+
+    async def use(page):
+        return await page.run(CONTRAST)
+
+    found = {f["text"]: round(f["ratio"], 2) for f in reversed(browser.visit(path, use, width=400))}
+    # WCAG 2.2's formula by hand: #777 on white 4.48, #767676 4.54; #888 under black 5.92; white on half grey 3.98.
+    assert found == {"drawn": 1.61, "half": 3.98, "grey": 4.48, "dark enough": 4.54, "stripes": 5.92}
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
+def test_no_two_ticks_have_one_label(low, span):
+    """Whatever the values: `6.13 6.13 6.13 6.13` says nothing."""
+    low, high = curves._range(low, low + span, bounded=False)
+    ticks = nice_ticks(low, high, 5)
+    labels = tick_labels(ticks)
+    assert len(set(labels)) == len(labels) >= 2
+    assert max(map(len, labels)) <= 9
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([6.1299, 6.1302], ["6.10", "6.12", "6.14", "6.16"]),
+        ([0.0, 0.0], ["0.0", "0.1", "0.2", "0.3", "0.4", "0.5"]),
+        ([2e-5, 4e-5], ["2.0e-5", "2.5e-5", "3.0e-5", "3.5e-5", "4.0e-5"]),
+        ([123456.0, 124000.0], ["123.2k", "123.4k", "123.6k", "123.8k", "124.0k", "124.2k"]),
+    ],
+)
+def test_ticks_by_hand(values, labels):
+    rows = [{"step": i, "opd/teacher_kl": v} for i, v in enumerate(values)]
+    drawn = curve("opd/teacher_kl", "KL", [("run", "run", rows)])
+    assert [t.label for t in drawn.y_ticks] == labels
+
+
+def test_what_is_shown_as_no_change_has_no_colour(make_run):
+    run_dir = make_run(control=False)
+    rows = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
+    rows[0] |= {"eval/solo_accuracy": 0.5, "eval/tandem_accuracy": 0.25, "eval/teacher_kl": 1.5}
+    rows[1] |= {"eval/solo_accuracy": 0.50049, "eval/tandem_accuracy": 0.25, "eval/teacher_kl": 1.49951}
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert '<span class="delta ">0.000</span>' in page
+    assert 'class="delta good"' not in page
+    assert 'class="delta bad"' not in page
+    assert "+0.000" not in page.replace("(+0.000", "")

@@ -74,13 +74,38 @@ def test_a_terminal_has_a_display_that_leaves_a_line_for_each_phase() -> None:
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
     with RunProgress(console=console) as progress:
         a_run(progress)
-        assert progress._bars is not None
-        progress._bars.refresh()
+        assert progress._live is not None
+        progress._live.refresh()
     text = text_of(console)
     assert "✓ starting servers: senior, junior (server 2/2)" in text
     assert "✓ run: training (step 5/12)" in text
-    assert "step 5/12  reward 0.413" in text
+    assert "  reward 0.413  senior 0.50  KL –  2.0 s/step" in text
+    assert " left" in text
     assert "writing 128 responses" in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+def test_the_display_fits_the_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    with RunProgress(console=console) as progress:
+        a_run(progress)
+        lines = console.render_lines(progress._display())
+    assert len(lines) == 3, "one line for each, none is broken"
+    assert max(sum(len(part.text) for part in line) for line in lines) <= width
+
+
+def test_a_run_that_ends_badly_leaves_no_tick() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+
+    def run() -> None:
+        with RunProgress(console=console) as progress:
+            progress.phase("reading prompts")
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        run()
+    assert "✗ reading prompts" in text_of(console)
+    assert "✓" not in text_of(console)
 
 
 def test_quiet_shows_warnings_alone() -> None:

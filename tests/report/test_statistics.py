@@ -20,7 +20,9 @@ from slime_tandem.report.statistics import (
     Ratio,
     bootstrap,
     difference_interval,
+    holm,
     mean_interval,
+    of_runs,
     paired_interval,
     pass_at_k,
     pass_ks,
@@ -185,6 +187,54 @@ def test_blocks_of_resamples_do_not_change_the_result(monkeypatch: pytest.Monkey
     monkeypatch.setattr(statistics, "_COUNTS_AT_ONCE", 100)
     blocks = one(x)
     assert (blocks.low, blocks.high) == (pytest.approx(whole.low), pytest.approx(whole.high))
+
+
+def test_runs_are_resampled_whole_and_their_prompts_within() -> None:
+    """Without spread between runs the interval is that of the prompts; without spread within, that of the runs."""
+    rng = np.random.default_rng(1)
+    within = [(rng.random(400) < 0.5).astype(np.float64)] * 25
+    e = of_runs(within, resamples=2000, seed=0)
+    standard = within[0].std() / math.sqrt(400 * 25)
+    assert e.low is not None
+    assert e.high is not None
+    assert (e.high - e.low) / (2 * 1.96) == pytest.approx(standard, rel=0.1)
+    between = [np.full(7, x) for x in rng.normal(size=25)]
+    e = of_runs(between, resamples=2000, seed=0)
+    means = [x[0] for x in between]
+    assert e.value == pytest.approx(np.mean(means))
+    assert e.low is not None
+    assert e.high is not None
+    assert (e.high - e.low) / (2 * 1.96) == pytest.approx(np.std(means) / 5, rel=0.1)
+
+
+def test_two_runs_by_hand() -> None:
+    """Runs of 0 and 1 without spread: a quarter of the resamples is 0, a half 0.5, a quarter 1."""
+    e = of_runs([np.zeros(3), np.ones(5)], resamples=1000, seed=0)
+    assert (e.value, e.low, e.high) == (0.5, 0.0, 1.0)  # each run counts alike, whatever its number of prompts
+    assert of_runs([np.ones(4)], resamples=100, seed=0).low == 1.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "corrected"),
+    [
+        ([], []),
+        ([0.2], [0.2]),
+        ([0.01, 0.02, 0.03], [0.03, 0.04, 0.04]),
+        ([0.5, 0.001, 0.4], [0.8, 0.003, 0.8]),
+        ([0.9, 0.8], [1.0, 1.0]),
+    ],
+)
+def test_holm_by_hand(raw: list[float], corrected: list[float]) -> None:
+    assert holm(raw) == pytest.approx(corrected)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_is_no_stricter_than_bonferroni_and_keeps_the_order(raw: list[float]) -> None:
+    got = holm(raw)
+    for p, q in zip(raw, got, strict=True):
+        assert p <= q <= min(1.0, p * len(raw)) + 1e-12
+    order = sorted(range(len(raw)), key=raw.__getitem__)
+    assert [got[i] for i in order] == sorted(got)
 
 
 @given(st.integers(1, 64), st.data())

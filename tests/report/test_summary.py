@@ -130,7 +130,7 @@ def test_the_verdict_is_paired_by_prompt_and_names_the_control(make_run):
     verdict = summarise(run_dir)["verdict"]
     assert (verdict["low"], verdict["high"]) == paired_interval([0.0] * 50 + [1.0] * 10 + [0.0] * 40)
     assert verdict["paired"] is True
-    assert "(+0.100, 95% interval +0.035 to +0.161, paired by prompt)" in verdict["text"]
+    assert "(+0.100, 95% interval +0.034 to +0.162, paired by prompt)" in verdict["text"]
     control = verdict["control"]
     assert (control["run"], control["control"], control["better"]) == (0.6, 0.9, "solo control")
     assert control["text"].startswith("The solo control did better: tandem accuracy 0.600 against 0.900 (-0.300, 95% ")

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
+from families import Conversation, Said, native, sample_of, spelt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from slime_tandem.rollout.writer import TandemWriter, WriterOptions
 from slime_tandem.strategies import STRATEGIES
 from slime_tandem.tokens.speller import Speller
 from slime_tandem.tokens.token_bytes import TokenBytes
-from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Prompt, SampleKey
+from slime_tandem.types import JUNIOR, SENIOR, AuthorRun, FailedSample, Message, Prompt, SampleKey
 
 PROMPT = Prompt("p", (), None, "t")
 
@@ -340,3 +341,35 @@ def test_a_junior_that_cannot_say_everything_through_turns_stops_and_resumes(
     assert sample.finish_reason in ("stop", "length")
     if score:
         assert len(sample.senior_log_probs) == len(sample.response_ids)
+
+
+@pytest.mark.parametrize("junior", ["qwen2.5", "llama3", "gemma3", "phi-4", "smollm2", "mistral-tekken"])
+@pytest.mark.parametrize("senior", ["qwen2.5", "llama3", "gemma3", "phi-4", "deepseek-v3"])
+def test_between_turns_the_junior_reads_its_own_markup(families: dict[str, Any], senior: str, junior: str) -> None:
+    """Its context of a response of two turns is what its own template writes of it; not what the senior reads there."""
+    told = Conversation(
+        (Message("user", "What is 12 + 345?"),),
+        (Said("Let me see"), Said("It is 357.")),
+        ((Message("user", "And then?"),),),
+        ended=False,
+    )
+    (mine, chat), (theirs, own) = families[junior], families[senior]
+    sample = sample_of(theirs, own, told)
+    pair = mine.speller(), theirs.speller()
+    text = JuniorText(*pair, chat.render(told.messages), chat.next_turn)
+    asked = sample.response_ids, sample.inserted, sample.inserted_messages
+    context = text.context(*asked)
+    assert context is not None
+    assert native(chat, told).startswith(spelt(mine.tokens, context))
+    # Asked in the middle of it, and again: the same in the end, and nothing is read twice.
+    steps = JuniorText(*pair, chat.render(told.messages), chat.next_turn)
+    stop = sample.inserted[0][1]
+    for n, spans in ((1, 0), (stop, 1), (stop + 1, 1), (len(sample.response_ids), 1)):
+        found = steps.context(sample.response_ids[:n], sample.inserted[:spans], sample.inserted_messages[:spans])
+    assert mine.tokens.join(found or ()) == mine.tokens.join(context)
+    assert spelt(mine.tokens, found or ()) == spelt(mine.tokens, context)
+    # A role that its template does not have leaves the turn to the senior.
+    if "tool" not in chat.turns.roles:
+        tool = ((Message("tool", "357"),),)
+        fresh = JuniorText(*pair, chat.render(told.messages), chat.next_turn)
+        assert fresh.context(asked[0], asked[1], tool) is None or "phi" in junior

@@ -20,6 +20,7 @@ from megatron.core import mpu, parallel_state
 from slime.backends.megatron_utils import actor, cp_utils, data, loss
 from slime.observability import train_metric_utils
 from slime.ray import rollout
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.types import Sample
 
@@ -185,6 +186,53 @@ def test_fields_normalise_rewards_as_slime_does(monkeypatch: pytest.MonkeyPatch)
     theirs_raw, theirs = source._post_process_rewards(made)
     assert raw == theirs_raw
     assert ours == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_fields_of_a_reward_of_ones_own_come_from_slimes_own_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, group_rm: bool
+) -> None:
+    """`async_rm` and `batched_async_rm` call our reward; its parts reach slime's log, and what failed no trainer."""
+    (tmp_path / "real_rewards.py").write_text(
+        "def parts(text, label):\n"
+        "    if text == '3': raise RuntimeError('three')\n"
+        "    return {'correct': float(text == label), 'size': len(text)}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tree = RunConfig.load(overrides=["objective.clip_high=0.2", "opd.enabled=false"]).model_dump()
+    weights = {"correct": 1.0, "size": 0.5}
+    tree["tasks"] = [{"family": "chain_sum", "reward": "real_rewards:parts", "reward_weights": weights}]
+    settings.use(settings.ANY, RunConfig.from_mapping(tree))
+    args = Namespace(
+        **vars(arguments()), custom_rm_path=f"{HOOKS}.reward", group_rm=group_rm, eval_reward_key=None, rm_type=None,
+        custom_reward_post_process_path=f"{HOOKS}.reward_post_process",
+    )  # fmt: skip
+    made = samples()
+    for i, sample in enumerate(made):
+        sample.response, sample.label, sample.reward, sample.metadata = str(i), str(i // 2 * 2), None, {"spec": 0}
+
+    async def rewarded() -> list[Any]:
+        if group_rm:
+            groups = [await batched_async_rm(args, made[i : i + 2]) for i in range(0, len(made), 2)]
+            return [value for group in groups for value in group]
+        return list(await asyncio.gather(*(async_rm(args, sample) for sample in made)))
+
+    for sample, value in zip(made, asyncio.run(rewarded()), strict=True):
+        sample.reward = value
+    assert [s.reward for s in made] == [1.5, 0.5, 1.5, 0.0, 1.5, 0.5]
+    with caplog.at_level("INFO"):
+        for sample in made:
+            wire.put_response(sample, wire.response_of(sample), junior_weight=0.0)
+            wire.put_ends(sample, frozenset(), 0)
+        hooks.log_rollout(7, args, made, {}, 0.1)
+    assert "'rollout/reward_parts/slime/correct': 0.6" in caplog.text
+    assert "'reward/raised': 1.0" in caplog.text
+    assert "'rollout/reward_mean': 1.1" in caplog.text
+    (box,) = shipped(monkeypatch, args, made, 1, 1)
+    of = dict(zip(box["sample_indices"], box["rewards"], strict=True))
+    assert [of[s.index] for s in made] == [0.5, -0.5, 0.0, 0.0, 0.5, -0.5], "alone in its group: nobody to compare with"
+    masks = dict(zip(box["sample_indices"], box["loss_masks"], strict=True))
+    assert [bool(np.asarray(masks[s.index]).any()) for s in made][3] is False
 
 
 def logits_of(box: dict[str, Any], seed: int) -> dict[int, torch.Tensor]:

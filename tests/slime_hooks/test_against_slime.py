@@ -121,3 +121,31 @@ def test_train_py_itself_runs_and_resumes(experts: bool, slime_here, trio, tmp_p
     assert [line.split(" |")[0] for line in report.splitlines()[2:5]] == ["| 0", "| 1", "| 2"]
     compared = there(str(scripts / "compare_loss.py"), str(tmp_path / "run"), "0")
     assert "| loss |" in compared
+
+
+def test_train_py_makes_several_passes_with_a_bonus_and_the_tail_of_the_kl(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A student with experts, two passes over each of two rollouts: four optimizer steps, each with its own quantile."""
+    if not os.environ.get("SLIME_TANDEM_SLIME_TRAIN"):
+        pytest.skip("SLIME_TANDEM_SLIME_TRAIN is not set: the run takes minutes (docs/slime.md, Tests)")
+    models, prompts, work = tmp_path / "models", tmp_path / "prompts.jsonl", tmp_path / "run"
+    models.mkdir()
+    for role in ("junior", "teacher"):
+        (models / role).symlink_to(getattr(trio, role))
+    _with_experts(trio.senior, models / "senior")
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "label": str(i + 1)} for i in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        slime_here.python, "-W", "ignore", str(HERE.parents[1] / "scripts" / "slime" / "real_run.py"),
+        "--slime", str(slime_here.slime), "--megatron", str(slime_here.megatron), "--models", str(models),
+        "--prompts", str(prompts), "--work", str(work), "--cpu", "--embedded", "--no-save", "--steps", "2",
+        "--prompts-per-step", "2", "--group", "2", "--max-tokens", "12",
+        "--set", "train.epochs_per_step=2", "objective.entropy_coef=0.01", "objective.kl_coef=0.05",
+        "--", "--use-kl-loss", "--kl-loss-coef", "0.05",
+    ]  # fmt: skip
+    done = subprocess.run(command, env=slime_here.environment(), capture_output=True, text=True, timeout=1500)
+    log = (work / "train.log").read_text(errors="replace") if (work / "train.log").exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + log[-4000:]
+    assert re.findall(r"slime_tandem step (\d): train/kl_p95", log) == ["0", "1", "2", "3"]
+    steps = re.findall(r"step (\d): \{'train/loss'.*'train/entropy_bonus': ([0-9.]+).*'train/entropy': ([0-9.]+)", log)
+    assert [step for step, _, _ in steps] == ["0", "1", "2", "3"]
+    assert all(float(bonus) == pytest.approx(0.01 * float(entropy), rel=1e-3) for _, bonus, entropy in steps)

@@ -18,7 +18,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.slime_hooks.refused import KEY
 from slime_tandem.slime_launch.flags import HOOKS, RM_TYPES, plan
-from slime_tandem.slime_launch.user_flags import split
+from slime_tandem.slime_launch.user_flags import same, split
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.family import is_held_out
 from slime_tandem.tasks.jsonl import parse_messages
@@ -122,7 +122,7 @@ def test_prompts_without_labels_need_a_reward_of_ones_own(sized: Sized, tmp_path
     task = {"family": "jsonl", "path": str(file), "reward": "my.rewards:f"}
     with pytest.raises(ConfigError, match=r"tasks\.0\.reward='my\.rewards:f'.*ModuleNotFoundError"):
         plan(sized(tasks=[task]), tmp_path / "launch")
-    task["reward"] = "json:dumps"  # stands for a reward: nothing is scored here
+    task["reward"] = "textwrap:dedent"  # stands for a reward: nothing is scored here
     launch = plan(sized(tasks=[task]), tmp_path / "launch")
     rows = [json.loads(line) for line in "".join(launch.files[tmp_path / "launch" / "prompts.jsonl"]).splitlines()]
     assert {(row["label"], row["metadata"]["spec"]) for row in rows} == {(None, 0)}
@@ -185,7 +185,7 @@ def test_values_are_compared_and_not_their_spelling(sized: Sized, tmp_path: Path
 @pytest.mark.parametrize(
     ("extra", "remedy"),
     [
-        (["--custom-rm-path", "my.fn"], "cluster.reward to one of slime's rewards"),
+        (["--custom-rm-path", "my:fn"], "cluster.reward one of slime's rewards or a function of slime's signature"),
         (["--input-key", "q"], "tasks: [{family: jsonl, path: FILE}]"),
         (["--lr", "1"], "set optimizer.lr instead"),
         (["--num-layers", "1"], "the sizes are those of models.senior"),
@@ -248,10 +248,14 @@ def test_flags_of_the_configuration_are_checked_alike(sized: Sized, tmp_path: Pa
         ({"objective": {"kl_in": "reward", "kl_coef": 0.1}}, r"objective\.kl_in='reward'.*under slime"),
         ({"sampling": {"top_p": 0.9}, "opd": {"enabled": False}}, "truncation_replay='kept_ids'.*recompute"),
         ({"train": {"steps": 0}}, "train.steps"),
-        ({"cluster": {"reward": "zzz"}}, "cluster.reward='zzz': expected null .*, or one of slime's remote_rm"),
+        ({"cluster": {"reward": "zzz"}}, "cluster.reward='zzz': expected null .*, one of slime's remote_rm"),
         ({"cluster": {"reward": "boxed_zzz"}}, "cluster.reward"),
         ({"cluster": {"reward": "remote_rm"}}, "--rm-url=None: expected the address"),
-        ({"cluster": {"slime_flags": ["--rm-type", "math"]}}, "--rm-type='math': expected cluster.reward to say it"),
+        ({"cluster": {"slime_flags": ["--rm-type", "zzz"]}}, "cluster.reward='zzz': expected null"),
+        (
+            {"cluster": {"slime_flags": ["--group-rm"]}, "eval": {"every": 2}},
+            "--group-rm=True: expected not to be set with evaluations",
+        ),
         ({"cluster": {"reference": ""}}, "cluster.reference='': expected a folder"),
         ({"cluster": {"reference": "/usr"}}, "cluster.reference='/usr': expected a folder of Hugging Face weights"),
         ({"cluster": {"reference": "/no/such/folder"}}, "cluster.reference='/no/such/folder': expected a folder"),
@@ -435,3 +439,141 @@ def test_slimes_own_loss_is_a_setting(sized: Sized, tmp_path: Path) -> None:
         plan(sized(cluster={"loss": "slime"}, opd={"enabled": False}, objective={"dual_clip": 3.0}), tmp_path)
     with pytest.raises(ConfigError, match=r"set cluster\.loss instead"):
         plan(sized(opd={"enabled": False}), tmp_path, extra=["--loss-type", "policy_loss"])
+
+
+OWN_REWARDS = """
+async def theirs(args, sample, **_):
+    return 1.0
+
+def two_parts(text, label):
+    return {"correct": float(label in text), "brief": 1 / (1 + len(text))}
+"""
+
+
+def test_rewards_reach_slime_however_they_are_named(
+    sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime's own by setting or by its flag; one of ours with its parts in the settings file, which the hooks read."""
+    (tmp_path / "plan_rewards.py").write_text(OWN_REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dotted = ["--custom-rm-path", "plan_rewards.theirs"]
+    by_flag = plan(sized(), tmp_path / "a", extra=[*dotted, "--reward-key", "score"]).flags
+    assert split(by_flag)["--custom-rm-path"] == ["plan_rewards.theirs"]
+    assert split(by_flag)["--reward-key"] == ["score"]
+    by_setting = plan(sized(cluster={"reward": "plan_rewards.theirs"}), tmp_path / "a", extra=["--reward-key", "score"])
+    assert split(by_setting.flags) == split(by_flag)
+    for extra in (["--rm-type", "boxed_math"], ["--rm-type", "remote_rm", "--rm-url", "http://judge/x"]):
+        assert split(plan(sized(), tmp_path / "a", extra=extra).flags)["--rm-type"] == [extra[1]]
+    for reward in RM_TYPES:
+        more = ["--rm-url", "http://judge/x"] if reward == "remote_rm" else []
+        assert split(plan(sized(cluster={"reward": reward}), tmp_path, extra=more).flags)["--rm-type"] == [reward]
+    weights = {"correct": 1.0, "brief": 0.1}
+    for reward, more in (("plan_rewards:two_parts", {"reward_weights": weights}), ("http://127.0.0.1:9/score", {})):
+        launch = plan(sized(tasks=[{"family": "chain_sum", "reward": reward, **more}]), tmp_path / "b")
+        assert split(launch.flags)["--custom-rm-path"] == ["slime_tandem.slime_hooks.hooks.reward"]
+        (kept,) = yaml.safe_load(launch.files[tmp_path / "b" / "tandem.yaml"])[KEY]["tasks"]
+        assert kept == {"family": "chain_sum", "reward": reward, **more}
+    with pytest.raises(ConfigError, match=r"--custom-rm-path='plan_rewards\.theirs'"):
+        plan(sized(tasks=[{"family": "chain_sum", "reward": "plan_rewards:two_parts"}]), tmp_path, extra=dotted)
+
+
+def test_a_file_without_labels_goes_with_a_reward_that_needs_none(sized: Sized, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(40)))
+    tasks = [{"family": "jsonl", "path": str(file)}]
+    plan(sized(tasks=tasks, cluster={"reward": "my_module.my_reward"}), tmp_path / "a")
+    with pytest.raises(DataError, match="label"):
+        plan(sized(tasks=tasks, cluster={"reward": "math"}), tmp_path / "a")
+
+
+def test_slimes_real_parser_takes_plans_with_rewards(slime_here: Any, sized: Sized, tmp_path: Path) -> None:
+    """A dry run of a plan with a reward of two parts, and with a function of slime's signature."""
+    (tmp_path / "plan_rewards.py").write_text(OWN_REWARDS)
+    environment = slime_here.environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    weights = {"correct": 1.0, "brief": 0.1}
+    tasks = [{"family": "chain_sum", "reward": "plan_rewards:two_parts", "reward_weights": weights}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        launches = [
+            plan(sized(tasks=tasks), tmp_path / "ours"),
+            plan(
+                sized(), tmp_path / "theirs", extra=["--custom-rm-path", "plan_rewards.theirs", "--reward-key", "score"]
+            ),
+        ]
+    for launch in launches:
+        launch.write()
+        command = [slime_here.python, "-W", "ignore", "-m", "slime_tandem.slime_launch.real_parser", *launch.flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_objective_reaches_slimes_flags_and_the_file(sized: Any, tmp_path: Path) -> None:
+    config = sized(objective={"entropy_coef": 0.001, "kl_coef": 0.01}, train={"epochs_per_step": 2})
+    made = plan(config, tmp_path)
+    flags = split(made.flags)
+    assert (flags["--entropy-coef"], flags["--kl-loss-coef"]) == (["0.001"], ["0.01"])
+    (text,) = (text for file, text in made.files.items() if file.name == "tandem.yaml")
+    assert yaml.safe_load(text)["slime_tandem"]["train"] == {"epochs_per_step": 2}
+    with pytest.raises(
+        ConfigError, match=r"--entropy-coef='0\.5': expected 0\.001.*set objective\.entropy_coef instead"
+    ):
+        plan(config, tmp_path, extra=["--entropy-coef", "0.5"])
+    weighted = sized(tandem={"enabled": False}, train={"epochs_per_step": 2}, objective={"rollout_weights": "masked"})
+    with pytest.raises(ConfigError, match=r"--use-routing-replay=True.*recorded for one pass"):
+        plan(weighted, tmp_path, extra=["--use-routing-replay"])
+    alone = sized(objective={"entropy_coef": 0.001}, opd={"enabled": False}, cluster={"loss": "slime"})
+    assert split(plan(alone, tmp_path).flags)["--entropy-coef"] == ["0.001"], "slime's own loss has it, too"
+    with pytest.raises(ConfigError, match="epochs_per_step=2: expected 1 with slime's own loss"):
+        plan(sized(opd={"enabled": False}, cluster={"loss": "slime"}, train={"epochs_per_step": 2}), tmp_path)
+
+
+def test_what_a_local_run_alone_reads_is_refused_or_said(sized: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True: expected false: cluster\.recompute"):
+        plan(sized(train={"gradient_checkpointing": True}), tmp_path)
+    notes = plan(sized(train={"threads": 2}), tmp_path).notes
+    assert any(note.startswith("a local run alone reads train.threads=2") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        (["--x", "1", "--x", "2"], ["--x", "1", "--x", "2"]),  # slime adds some up: all of them go on
+        (["--x=1=2", "--y=", "--z", "-1"], ["--x", "1=2", "--y", "", "--z", "-1"]),
+        (["--lr", "1.0E-3", "--lr=0.001"], []),
+        (["--weight-decay", "-0.0"], []),
+        (["--kwargs", '{"a": [1, -2], "b": "c d"}'], ["--kwargs", '{"a": [1, -2], "b": "c d"}']),
+        (["--sglang-log-level", "info"], ["--sglang-log-level", "info"]),
+    ],
+)
+def test_odd_spellings_of_users_flags(sized: Any, tmp_path: Path, extra: list[str], kept: list[str]) -> None:
+    made = list(plan(sized(), tmp_path, extra=extra).flags)
+    assert made[len(made) - len(kept) :] == kept
+    assert made[: len(made) - len(kept)] == list(plan(sized(), tmp_path).flags)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--lr", "0.001", "--lr", "0.002"], "--lr='0.002': expected 0.001"),
+        (["--max-tokens-per-gpu", "8k"], "--max-tokens-per-gpu='8k': expected 8192"),
+        (["--x", "1", "--", "--y"], "slime flags='--'"),
+        (["--sglang-mem-fraction", "0.5"], "expected a whole name, --sglang-mem-fraction-static"),
+        (["--colocate", "true"], "--colocate='true'"),
+        (["--rollout-top-p", "1", "2"], "--rollout-top-p='1 2'"),
+    ],
+)
+def test_users_flags_that_say_something_else(sized: Any, tmp_path: Path, extra: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(sized(), tmp_path, extra=extra)
+
+
+def test_lists_are_compared_as_what_megatron_makes_of_them() -> None:
+    for ours, theirs in (
+        ("[1,1,1]", "([1]*3)"),
+        ("[0,1,1]", "[0]*1+[1]*2"),
+        ('{"a": [true, null]}', '{ "a":[true,null] }'),
+    ):
+        assert same("--x", [ours], [theirs])
+    for ours, theirs in (("[1,1]", "[1]*3"), ("[1]", "[1]*99999999999"), ("[1]", "__import__('os')"), ("{", "{ ")):
+        assert not same("--x", [ours], [theirs])

@@ -112,6 +112,36 @@ def test_an_index_alone_says_how_large_the_weights_are(tmp_path: Path) -> None:
     assert any("index" in note for note in found.notes)
     save_file({"a": torch.zeros(7)}, folder / "model-00001-of-00001.safetensors")
     assert asked(folder).weights == 14
+    index["weight_map"] = {"a": "model-00001-of-00001.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors'.* Remedy: fetch the shard"):
+        asked(folder)  # half a download is no model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 10**9}, {"num_attention_heads": 0}, {"text_config": {"vocab_size": -1}}],
+    ids=lambda c: str(c)[:30],
+)
+def test_a_number_that_is_no_size_is_refused_before_anybody_builds_with_it(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "model", "mistral", **changes)
+    with pytest.raises(ModelError, match=r"expected 1 to \d+"):
+        asked(folder)
+
+
+def test_configs_of_other_shapes(tmp_path: Path) -> None:
+    plain = asked(folder_of(tmp_path / "a", "qwen3_moe"))
+    # Written by some tools; and a dtype that no tensor of ours has.
+    same = folder_of(tmp_path / "b", "qwen3_moe", quantization_config=None, dtype="float8_e4m3fn")
+    assert asked(same).weights == plain.weights
+    # Of a model with other senses, which transformers loads by another class.
+    inner = {**CONFIGS["qwen3_moe"], "model_type": "qwen3_vl_moe_text"}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    nested = asked(folder_of(tmp_path / "c", "qwen3_vl_moe", text_config=inner, vision_config=vision))
+    assert nested.weights > plain.weights
+    assert (nested.heads, nested.kv_per_token(1)) == (4, KV["qwen3_moe"])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,27 @@ VERL = {
 }  # fmt: skip
 DAPO = {**VERL, "data_source": "math_dapo", "solution": "4", "source_prompt": [USER]}
 MATH = {"problem": "2 + 2 =", "solution": "We add.\nSo it is \\boxed{4}.", "level": "Level 1", "type": "Algebra"}
+SOLVED = [USER, {"role": "assistant", "content": "It is\n\\boxed{4}"}]
+NUMINA = {"source": "cn_k12", "problem": "2 + 2 =", "solution": "Add: $\\boxed{4}$.", "messages": SOLVED}
+OPEN_R1 = {
+    "problem": "2 + 2 =", "solution": "Add.\nSo 4.", "answer": "4", "problem_type": "Algebra", "uuid": "u",
+    "is_reasoning_complete": [True], "generations": ["<think>\n</think>"], "correctness_count": 1, "messages": SOLVED,
+}  # fmt: skip
+SHAREGPT = {"id": "a_0", "conversations": [{"from": "human", "value": "2 + 2 ="}, {"from": "gpt", "value": "4"}]}
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "sum", "arguments": "{}"}}
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "Add."}, USER, {"role": "assistant", "tool_calls": [CALL], "content": None},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"}, USER, {"role": "assistant", "content": "4"},
+    ],
+    "tools": TOOLS, "parallel_tool_calls": False,
+}  # fmt: skip
+MBPP = {"task_id": 11, "text": "Remove a character.", "code": "def f(): pass", "test_list": ["assert f() == 1"]}
+MMLU = {"question": "2 + 2 =", "subject": "algebra", "choices": ["3", "4", "5", "6"], "answer": 1}
+ARC = {"id": "M_1", "question": "2 + 2 =", "choices": {"text": ["3", "4"], "label": ["A", "B"]}, "answerKey": "B"}
+HELLASWAG = {"ctx": "A man adds", "endings": ["two", "four"], "label": "1", "activity_label": "Sums"}
+ULTRA = {"prompt": "2 + 2 =", "chosen": SOLVED, "rejected": SOLVED, "score_chosen": 8.0, "score_rejected": 2.0}
 SFT = {"messages": [USER, {"role": "assistant", "content": "It is\n\\boxed{4}"}]}
 
 
@@ -63,6 +84,19 @@ FILES: list[tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = [
     ("verl.parquet", parquet(VERL), {}, "reward_model.ground_truth", {k: v for k, v in VERL.items() if k != "prompt"}),
     ("dapo.parquet", parquet(DAPO), {}, "ground_truth", {k: v for k, v in DAPO.items() if k != "prompt"}),
     ("sft.jsonl", lines(SFT), {}, "label from last turn (its final answer)", {"last_turn": "It is\n\\boxed{4}"}),
+    ("solved.jsonl", lines({"prompt": "2 + 2 =", "solution": "4"}), {}, "label from solution", {}),
+    ("numina.parquet", parquet(NUMINA), {}, "prompt from messages, label from solution (its final answer)",
+     {"source": "cn_k12", "problem": "2 + 2 =", "solution": NUMINA["solution"], "last_turn": "It is\n\\boxed{4}"}),
+    ("openr1.parquet", parquet(OPEN_R1), {}, "prompt from messages, label from answer",
+     {k: v for k, v in OPEN_R1.items() if k not in ("messages", "answer")} | {"last_turn": "It is\n\\boxed{4}"}),
+    ("sharegpt.json", json.dumps([SHAREGPT]).encode(), {}, "prompt from conversations, label from last turn",
+     {"id": "a_0", "last_turn": "4"}),
+    ("openai.jsonl", lines(OPENAI), {}, "prompt from messages, label from last turn",
+     {"tools": TOOLS, "parallel_tool_calls": False, "last_turn": "4"}),
+    ("alpaca.json", json.dumps([{"instruction": "2 + 2 =", "input": "", "output": "4"}]).encode(),
+     {"input_key": "instruction", "label_key": "output"}, "from instruction, label from output", {"input": ""}),
+    ("slime.parquet", parquet({"question": "2 + 2 =", "target": "4", "extra": {"rm_type": "math"}}),
+     {"input_key": "question", "label_key": "target", "metadata_key": "extra"}, "label from target", {"rm_type": "math"}),
     ("named.jsonl", lines({"q": "x", "a": {"b": 4}, "m": {"k": 1}, "z": [2]}),
      {"input_key": "q", "label_key": "a.b", "metadata_key": "m"}, "from q, label from a.b", {"a": {"b": 4}, "k": 1, "z": [2]}),
 ]  # fmt: skip
@@ -80,8 +114,16 @@ def test_files_in_their_owners_dialects(
 
 
 REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
-    ("sharegpt.jsonl", lambda: lines({"conversations": [{"from": "human", "value": "x"}]}), {}, ":1=.*tasks..\\.input_key"),
-    ("alpaca.json", lambda: json.dumps([{"instruction": "a", "input": "b", "output": "c"}]).encode(), {}, "1=.*input_key"),
+    ("sharegpt.jsonl", lambda: lines({"conversations": [{"from": "tool", "value": "x"}]}), {}, "conversations.0=.*role"),
+    ("one.jsonl", lambda: lines({"conversations": [{"from": "human", "value": "x"}]}), {}, ":1 label=None"),
+    ("alpaca.json", lambda: json.dumps([{"instruction": "a", "input": "b", "output": "c"}]).encode(), {}, "join `instruction`"),
+    ("mmlu.parquet", lambda: parquet(MMLU), {}, "row 1=.*holds its choices: `choices`.*the right letter"),
+    ("arc.parquet", lambda: parquet(ARC), {}, "row 1=.*holds its choices: `choices`"),
+    ("hellaswag.jsonl", lambda: lines(HELLASWAG), {}, ":1=.*holds its choices: `endings`"),
+    ("mbpp.jsonl", lambda: lines(MBPP), {}, ":1=.*'text'.*tasks..\\.input_key"),
+    ("orca.jsonl", lambda: lines({"question": "a", "answer": "We add two and two. " * 15}), {}, "answer=.*`#### 42`"),
+    ("ultrafeedback.parquet", lambda: parquet(ULTRA), {}, "label=None.*`rejected` are preferences.*reward_coef=0"),
+    ("pairs.jsonl", lambda: lines({"chosen": SOLVED, "rejected": SOLVED}), {}, "no reward of this package learns from pairs"),
     ("two.jsonl", lambda: lines({"prompt": "a", "messages": [USER], "label": 4}), {}, "either `prompt` or `messages`"),
     ("long.jsonl", lambda: lines({"problem": "a", "solution": "One.\nTwo."}), {}, "solution=.*expected an answer: `#### 42`"),
     ("prompts.jsonl", lambda: lines({"prompt": "a", "completion": "b"}), {}, "label=None.*label_key; there are prompt, comp"),
@@ -92,7 +134,9 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("raw.jsonl", lambda: lines({**GSM8K, "metadata": {"answer": 2}}), {}, "key='answer'.*rename the column"),
     ("turn.jsonl", lambda: lines({**SFT, "last_turn": 2}), {}, "last_turn=2: .*rename it"),
     ("spec.jsonl", lambda: lines({"prompt": "a", "label": 4, "spec": 1}), {}, "key='spec'.*rename the column"),
-    ("object.json", lambda: json.dumps({"data": [GSM8K]}, indent=1).encode(), {}, ":1='{'.*one JSON object"),
+    ("object.json", lambda: json.dumps({"data": [GSM8K]}, indent=1).encode(), {}, "rows are under the key `data`.*jq -c"),
+    ("line.json", lambda: json.dumps({"v": 1, "rows": [GSM8K]}).encode(), {}, "rows are under the key `rows`"),
+    ("cut.json", lambda: b'{\n"data": [{"a": 1}', {}, ":1='{'.*one JSON object"),
     ("strings.json", lambda: b'["a"]', {}, "entry 1=.*a JSON object"),
     ("broken.json", lambda: b'[{"prompt": "a"', {}, "a JSON list of objects"),
     ("cells.csv", lambda: b"question,answer\na,4,5\n", {}, ":2='3 cells'.*2 cells"),
@@ -187,3 +231,13 @@ def test_the_instruction_is_appended_to_the_last_turn_of_the_user(tmp_path: Path
     assert [m.content for m in prompt.messages] == ["S", "2 + 2 =\nEnd with a number."]
     with pytest.raises(DataError, match="a user's turn"):
         read(tmp_path, "a.jsonl", lines({"messages": turns[:1], "label": "4"}), instruction=ask)
+
+
+def test_what_a_reward_of_ones_own_needs_reaches_it(tmp_path: Path) -> None:
+    """MBPP has tests, no label; its prompts are read where somebody else says what an answer is worth."""
+    found = read(tmp_path, "mbpp.jsonl", lines(MBPP), labels=False, input_key="text")
+    assert dict(found.prompts[0].metadata) == {"task_id": 11, "code": "def f(): pass", "test_list": ["assert f() == 1"]}
+    assert read(tmp_path, "ultra.parquet", parquet(ULTRA), labels=False).prompts[0].label is None
+    tools = read(tmp_path, "openai.jsonl", lines(OPENAI)).prompts[0]
+    assert tools.tools == TOOLS
+    assert [m.role for m in tools.messages] == ["system", "user", "assistant", "tool", "user"]

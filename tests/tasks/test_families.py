@@ -414,31 +414,12 @@ def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tm
         TaskSet([TaskSpec(family="jsonl", path=str(file), reward="label")], 0)
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("return 2", "=2: expected a number in"),
-        ("return -0.1", "=-0.1: expected a number in"),
-        ("return float('nan')", "=nan: expected a number in"),
-        ("return None", "=None: expected a number in"),
-        ("return '0.5'", "='0.5': expected a number in"),
-        ("raise KeyError('x')", "KeyError"),
-        ("raise SystemExit(0)", "SystemExit: 0"),
-        ("async def g(): return 1.0\n    return g()", "<coroutine"),
-    ],
-)
-def test_a_reward_that_answers_anything_else_stops_the_run(
-    own: Callable[[str, str], str], body: str, says: str
-) -> None:
+@pytest.mark.parametrize("body", ["return None", "return '0.5'", "raise KeyError('x')", "return float('nan')"])
+def test_a_reward_that_answers_anything_else_is_no_reward(own: Callable[[str, str], str], body: str) -> None:
     reward = own(f"rew_bad_{abs(hash(body))}", f"def f(prompt, text):\n    {body}")
     tasks = TaskSet([SUMS.model_copy(update={"reward": reward})], 0)
     prompt = tasks.train_prompts(0, 1)[0]
-    with pytest.raises(DataError, match=r"in \[0, 1\]\. Remedy: mend the function") as caught:
+    assert tasks.verdicts([(prompt, "x")])[0].reward is None
+    with pytest.raises(DataError, match=r"a number, or named parts.* Remedy: mend the function") as caught:
         tasks.reward(prompt, "x")
-    assert says in str(caught.value)
     assert caught.value.field == f"reward of tasks.0 at prompt {prompt.prompt_id}"
-
-
-def test_an_async_reward_is_refused_at_the_start(own: Callable[[str, str], str]) -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.0\.reward=.*no coroutine"):
-        TaskSet([SUMS.model_copy(update={"reward": own("rew_async", "async def f(prompt, text): return 1.0")})], 0)

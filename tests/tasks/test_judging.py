@@ -10,6 +10,7 @@ import pytest
 
 from slime_tandem.config import RewardConfig, TaskSpec
 from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.tasks.arguments import parameters_of
 from slime_tandem.tasks.families import EVALUATED_AS_CODE, TaskSet
 from slime_tandem.tasks.judging import LONGEST_RESPONSE, Judge, Verdict, counted
 from slime_tandem.tasks.own_scorers import OWN_SCORERS
@@ -18,7 +19,7 @@ from slime_tandem.types import Prompt
 
 from .test_labels import asked, judge
 
-FAST = RewardConfig(timeout_s=1.0)
+FAST = RewardConfig(timeout_s=1.0, own_timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,9 @@ def test_hostile_responses_score_as_wrong_ones_and_are_counted() -> None:
     verdicts = tasks.verdicts([(prompt, text) for text in (good, *hostile, good)])
     assert [v.reward for v in verdicts][:: len(hostile) + 1] == [1.0, 1.0]
     assert all(v.reward <= 0.05 for v in verdicts[1:-1])
-    assert counted(verdicts) == {"reward/timeouts": 0.0, "reward/errors": 1.0}
-    assert counted([]) == {"reward/timeouts": 0.0, "reward/errors": 0.0}
+    none = dict.fromkeys(("timeouts", "errors", "raised", "invalid", "unreachable", "failed_samples"), 0.0)
+    assert counted(verdicts) == {f"reward/{name}": value for name, value in {**none, "errors": 1.0}.items()}
+    assert counted([]) == {f"reward/{name}": value for name, value in none.items()}
 
 
 OWN = """
@@ -133,10 +135,10 @@ def test_a_reward_of_ones_own_has_one_process_a_limit_and_what_it_has_loaded(
     assert tasks.verdicts([(prompt, text) for text in texts]) == [
         Verdict(0.1),
         Verdict(0.2),
-        Verdict(0.0, "timeout"),
+        Verdict(None, "timeout"),
         Verdict(0.1),
-        Verdict(0.0, "timeout"),
-        Verdict(0.0, "error"),
+        Verdict(None, "timeout"),
+        Verdict(None, "error"),
         Verdict(0.1),
         Verdict(0.2),
     ]
@@ -144,7 +146,12 @@ def test_a_reward_of_ones_own_has_one_process_a_limit_and_what_it_has_loaded(
 
 def test_code_in_the_main_module_is_refused() -> None:
     with pytest.raises(ConfigError, match="a module that another process can import"):
-        Judge(TaskSpec(family="chain_sum", reward="__main__:f"), "tasks.0.reward", FAST)
+        Judge(
+            TaskSpec(family="chain_sum", reward="__main__:f"),
+            "tasks.0.reward",
+            FAST,
+            own=parameters_of(lambda text: 0.0, "tasks.0.reward", "__main__:f"),
+        )
 
 
 def test_a_worker_that_is_killed_between_two_rollouts_is_replaced() -> None:

@@ -141,7 +141,7 @@ def test_a_decoder_with_a_step_of_its_own(make_sentence_piece: Any) -> None:
 
 
 def test_gemmas_added_tokens_are_text() -> None:
-    """Line ends, tabs, spaces, tags of HTML: 165 that its SentencePiece file calls user-defined, as added tokens not special."""
+    """Line ends, tabs, spaces, tags of HTML: 165 that its file calls user-defined, as added tokens that are not special."""
     hf, tokens = family("gemma")
     plain = {i: t.content for i, t in hf.added_tokens_decoder.items() if not t.special}
     assert len(plain) == 165

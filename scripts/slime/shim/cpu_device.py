@@ -31,6 +31,9 @@ def register(accelerator):
         def set_device(self, index):
             pass
 
+        def distributed_device_id(self, index=None):
+            return None  # torch binds process groups to accelerators alone
+
         def current_device(self):
             return "cpu"
 

@@ -47,7 +47,7 @@
   const open = () => {
     source = new EventSource("events?since=" + encodeURIComponent(since));
     source.addEventListener("part", (event) => {
-      since = event.lastEventId;
+      if (event.lastEventId) since = event.lastEventId;
       const { name, html } = JSON.parse(event.data);
       const part = document.querySelector(`[data-part="${CSS.escape(name)}"]`);
       if (!part) return location.reload(); // a page of an older server

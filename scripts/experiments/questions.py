@@ -1,0 +1,417 @@
+"""Four questions on toy models: co-writing (a), distillation (b), chosen tokens (c), both (d); docs/results/protocol.md plans.
+
+    python scripts/experiments/questions.py run --out docs/results/data        # all that is missing, in the protocol's order
+    python scripts/experiments/questions.py run --question c --out docs/results/data
+    python scripts/experiments/questions.py table c docs/results/data          # the page's tables
+    python scripts/experiments/questions.py list                               # what would be run
+
+`run` adds a line to DIR/question_<letter>.jsonl for each training that it lacks, so that it can be stopped and called again; a
+training that was cut short goes on from its checkpoint. `--size ci` makes models that have learnt nothing and two steps, for a
+look at the machinery. Needs the extra `diagnostics` (scipy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import yaml
+
+from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain
+from slime_tandem.report.statistics import Estimate, holm, of_runs
+from slime_tandem.types import FloatArray
+
+Changes = Mapping[str, Any]
+SEEDS = (1, 2, 3)
+SELECTORS = ("teachability", "entropy", "random", "divergence")
+SHARES = (0.05, 0.2, 0.1, 0.5)
+"""In the order in which they are run."""
+
+ALONE: Changes = {"tandem": {"enabled": False}}
+GRPO: Changes = {**ALONE, "opd": {"enabled": False}}
+DISTILLED: Changes = {**ALONE, "objective": {"reward_coef": 0.0}}
+
+
+def _chosen(selector: str, share: float) -> dict[str, Any]:
+    return {
+        "selection": {
+            "selector": selector,
+            "ratio": share,
+            "missing_mass": "rest",
+            "min_keep_per_sample": 0,
+            "top_k": 16,
+        }
+    }
+
+
+def _tandem(**changes: Any) -> Changes:
+    return {"opd": {"enabled": False}, "tandem": changes}
+
+
+# Per question the arms: what differs from the common settings. `same_vocabulary` is no setting: which teacher is served.
+QUESTIONS: Mapping[str, Mapping[str, Changes]] = {
+    "a": {
+        "prob_senior 0.3": _tandem(prob_senior=0.3),
+        "prob_senior 0.7": _tandem(prob_senior=0.7),
+        "chunk": _tandem(selection_strategy="chunk", chunk_size=4),
+        "sentence": _tandem(selection_strategy="sentence"),
+    },
+    "b": {
+        "sampled": DISTILLED,
+        "GRPO": GRPO,
+        "top-K": {**DISTILLED, "opd": {"signal": "reverse_kl", "top_k": 16}},
+        "sampled, same vocabulary": {**DISTILLED, "same_vocabulary": True},
+        "top-K, same vocabulary": {**DISTILLED, "same_vocabulary": True, "opd": {"signal": "reverse_kl", "top_k": 16}},
+        "sampled, spans": {**DISTILLED, "opd": {"alignment": "chain_rule"}},
+    },
+    "c": {
+        f"{selector} {share:g}": {**DISTILLED, "opd": _chosen(selector, share)}
+        for share in SHARES
+        for selector in SELECTORS
+    },
+    "d": {
+        "tandem + teacher": {"opd": {"coef": 0.2}},
+        "tandem + a tenth": {"opd": {"coef": 0.2, **_chosen("teachability", 0.1)}},
+        "tandem + a random tenth": {"opd": {"coef": 0.2, **_chosen("random", 0.1)}},
+        "tandem": {"opd": {"enabled": False}},
+        "solo + a tenth": {**ALONE, "opd": {"coef": 0.2, **_chosen("teachability", 0.1)}},
+        "solo GRPO": GRPO,
+    },
+}
+TRAINING: Mapping[str, Mapping[str, int]] = {
+    "a": {"steps": 80, "prompts_per_step": 16, "samples_per_prompt": 8},
+    "b": {"steps": 20, "prompts_per_step": 16, "samples_per_prompt": 4},
+    "c": {"steps": 20, "prompts_per_step": 16, "samples_per_prompt": 4},
+    "d": {"steps": 40, "prompts_per_step": 16, "samples_per_prompt": 4},
+}
+KEPT = (
+    "selection/keep_ratio", "selection/end_of_turn", "selection/end_of_turn_kept", "selection/position_mean",
+    *(f"selection/position_{i}" for i in range(10)), "selection/H_mean", "selection/D_mean", "selection/C_mean",
+    "opd/coverage", "opd/eos_kl", "train/grad_norm", "time/step_s", "time/scoring_s", "time/train_s",
+)  # fmt: skip
+"""Step metrics of which a line holds the mean over the steps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    question: str
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        words = "".join(c if c.isalnum() else "-" for c in self.arm.lower())
+        return f"{self.question}-{'-'.join(filter(None, words.split('-')))}-seed-{self.seed}"
+
+    def recipe(self, size: str) -> Recipe:
+        recipe = RECIPES["two-notations"].seeded(self.seed)
+        if size == "ci":
+            small = {"hidden_size": 16, "intermediate_size": 16, "steps": 2}
+            roles = {r: dataclasses.replace(getattr(recipe, r), **small) for r in ("senior", "junior", "teacher")}
+            recipe = dataclasses.replace(recipe, **roles, check_prompts=4, final_prompts=4)
+        return recipe
+
+    def settings(self, models: Mapping[str, Path], runs: Path, size: str) -> dict[str, Any]:
+        """The run's configuration, whole."""
+        changes = dict(QUESTIONS[self.question][self.arm])
+        teacher = models["same" if changes.pop("same_vocabulary", False) else "teacher"]
+        training = {**TRAINING[self.question], "threads": 1}
+        tree: dict[str, Any] = {
+            "name": self.name,
+            "runs_dir": str(runs),
+            "seed": self.seed,
+            "models": {"senior": str(models["senior"]), "junior": str(models["junior"]), "teacher": str(teacher)},
+            "tasks": [TASK.model_dump(exclude={"environment", "max_turns"}, exclude_none=True)],
+            "train": training,
+            "optimizer": {"lr": 1e-3},
+            "eval": {"prompts": 256},
+        }
+        # A junior co-writes in the evaluation where the question is about one.
+        if self.question in "ad":
+            tree["eval"]["tandem"] = True
+        if size == "ci":
+            training |= {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4}
+            tree["eval"]["prompts"] = 4
+            tree["sampling"] = {"max_new_tokens": 8}
+        return {**tree, **changes}
+
+
+def cases(questions: Sequence[str], seeds: Sequence[int]) -> Iterator[Case]:
+    """The protocol's order: (c) at 5 %, (b), (a), (d), (c) at the other shares; seed by seed within each."""
+    first = [f"{s} {SHARES[0]:g}" for s in SELECTORS]
+    blocks = [
+        ("c", first),
+        *((q, list(QUESTIONS[q])) for q in "bad"),
+        ("c", [a for a in QUESTIONS["c"] if a not in first]),
+    ]
+    for question, arms in blocks:
+        if question in questions:
+            yield from (Case(question, arm, seed) for seed in seeds for arm in arms)
+        elif question == "b" and "c" in questions:  # what (c) is compared with
+            yield from (Case("b", arm, seed) for seed in seeds for arm in ("sampled", "GRPO"))
+
+
+def start_models(case: Case, cache: Path, size: str) -> dict[str, Path]:
+    """The folders of the start models of a seed; a teacher with the student's vocabulary is made where it is asked for."""
+    recipe = case.recipe(size)
+    made = pretrain(cache, print, recipe)
+    folders = {role: made / role for role in ("senior", "junior", "teacher")}
+    if QUESTIONS[case.question][case.arm].get("same_vocabulary"):
+        same = dataclasses.replace(recipe, teacher_tokenizer=recipe.student_tokenizer)
+        folder = cache / f"same-{same.key}"
+        if not (folder / "teacher" / "measured.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            make_model("teacher", same, folder, print)
+        folders["same"] = folder / "teacher"
+    return folders
+
+
+def train(case: Case, work: Path, size: str) -> dict[str, Any]:
+    """The line of one training; what is there already of it is not done again."""
+    settings = case.settings(start_models(case, work / "models", size), work / "runs", size)
+    config = work / f"{case.name}.yaml"
+    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--config", str(config), "--resume"]
+    with (work / f"{case.name}.log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+    if code:
+        raise SystemExit(f"{case.name}: exit code {code}; see {work / case.name}.log")
+    return line_of(case, work / "runs" / case.name)
+
+
+def line_of(case: Case, run: Path) -> dict[str, Any]:
+    """What is kept of a run: its figures before and after, each prompt's outcome, means of step metrics."""
+    rows = {name: _rows(run / f"{name}.jsonl") for name in ("eval", "metrics")}
+    before, after = rows["eval"]
+    line: dict[str, Any] = {**dataclasses.asdict(case), "steps": after["step"]}
+    for metric in ("solo_accuracy", "tandem_accuracy", "teacher_kl", "coverage"):
+        line |= {f"{metric}_{when}": row[f"eval/{metric}"] for when, row in (("before", before), ("after", after))}
+    shares = {who: after["right"].get(f"eval/{who}_accuracy") for who in ("solo", "tandem")}
+    line["right"] = {who: None if values is None else bits(values) for who, values in shares.items()}
+    for metric in KEPT:
+        values = [row[metric] for row in rows["metrics"] if row[metric] is not None]
+        line[metric] = round(fmean(values), 5) if values else None
+    return line
+
+
+def bits(shares: Sequence[float | None]) -> str:
+    """One digit a prompt: 1 where its answer was right."""
+    return "".join("01"[share == 1.0] for share in shares)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read(folder: Path, question: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The lines of a question by (arm, seed)."""
+    path = folder / f"question_{question}.jsonl"
+    return {(r["arm"], r["seed"]): r for r in _rows(path)} if path.exists() else {}
+
+
+def run(args: argparse.Namespace) -> None:
+    work, out = Path(args.work), Path(args.out)
+    work.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for case in cases(args.question, args.seeds):
+        if (args.arms and case.arm not in args.arms) or (case.arm, case.seed) in read(out, case.question):
+            continue
+        line = train(case, work, args.size)
+        with (out / f"question_{case.question}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print("done:", case.name, flush=True)
+
+
+# ---- what is made of the lines ----
+@dataclass(frozen=True)
+class Difference:
+    """One arm less another, paired by seed and prompt: Student's t over seeds, and the hierarchical bootstrap."""
+
+    arm: str
+    base: str
+    seeds: int
+    mean: float
+    student: tuple[float, float]
+    bootstrap: Estimate
+    p: float
+
+
+def outcomes(line: Mapping[str, Any], who: str) -> FloatArray:
+    """[N] 1 where the answer to a prompt was right."""
+    return np.array([float(c) for c in line["right"][who]])
+
+
+def difference(
+    arm: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]], who: str, names: tuple[str, str]
+) -> Difference:
+    """`arm` and `base`: lines by seed; the seeds that both have."""
+    seeds = sorted(arm.keys() & base.keys())
+    by_prompt = [outcomes(arm[s], who) - outcomes(base[s], who) for s in seeds]
+    mean, low, high, p = student([float(d.mean()) for d in by_prompt])
+    return Difference(*names, len(seeds), mean, (low, high), of_runs(by_prompt, resamples=10_000, seed=0), p)
+
+
+def student(values: Sequence[float]) -> tuple[float, float, float, float]:
+    """(mean, its 95 % interval by Student's t, two-sided p against 0); nan where there is one value."""
+    from scipy.stats import t
+
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return mean, math.nan, math.nan, math.nan
+    error = stdev(values) / math.sqrt(n)
+    half = float(t.ppf(0.975, n - 1)) * error
+    p = float(2 * t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+    return mean, mean - half, mean + half, p
+
+
+def by_arm(lines: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
+    out: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for (arm, seed), line in lines.items():
+        out.setdefault(arm, {})[seed] = line
+    return out
+
+
+def families(question: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(title, whose accuracy, pairs of arm and base) of each family of comparisons that are corrected together."""
+    if question == "a":
+        return [
+            ("less prob_senior 0.5 by words", who, [(a, "prob_senior 0.5") for a in (*QUESTIONS["a"], "solo GRPO")])
+            for who in ("tandem", "solo")
+        ]
+    if question == "b":
+        return [("less sampled tokens", "solo", [(a, "sampled") for a in QUESTIONS["b"] if a != "sampled"])]
+    if question == "c":
+        return [
+            (
+                f"{share:.0%} of the tokens",
+                "solo",
+                [(f"{s} {share:g}", "full") for s in SELECTORS]
+                + [(f"{s} {share:g}", f"random {share:g}") for s in SELECTORS if s != "random"],
+            )
+            for share in sorted(SHARES)
+        ]
+    pairs = [
+        ("tandem + a tenth", "tandem + teacher"),
+        ("tandem + a random tenth", "tandem"),
+        ("tandem + a tenth", "tandem + a random tenth"),
+        ("tandem + teacher", "solo GRPO"),
+        ("tandem + a tenth", "solo + a tenth"),
+    ]
+    return [("both together", who, pairs) for who in ("tandem", "solo")]
+
+
+def lines_of(folder: Path, question: str) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """The lines by arm and seed, with those of other files that the question is compared with."""
+    arms = by_arm(read(folder, question))
+    if question == "c":
+        arms |= {
+            {"sampled": "full"}.get(a, a): v for a, v in by_arm(read(folder, "b")).items() if a in ("sampled", "GRPO")
+        }
+    if question == "a":
+        path = folder / "two_notations_measured.jsonl"
+        for row in _rows(path) if path.exists() else []:
+            name = {"tandem alone": "prob_senior 0.5", "solo GRPO": "solo GRPO"}.get(row["arm"])
+            if name and row["dose"] == 0 and row["seed"] in SEEDS:
+                arms.setdefault(name, {})[row["seed"]] = row
+    return arms
+
+
+def comparisons(folder: Path, question: str) -> list[tuple[str, str, list[tuple[Difference, float]]]]:
+    """Per family: title, whose accuracy, the differences with their p-values corrected together. Arms without lines are left
+    out."""
+    arms, out = lines_of(folder, question), []
+    for title, who, pairs in families(question):
+        found = [
+            difference(arms[a], arms[b], who, (a, b))
+            for a, b in pairs
+            if a in arms and b in arms and len(arms[a].keys() & arms[b].keys()) > 1
+        ]
+        if found:
+            out.append((title, who, list(zip(found, holm([d.p for d in found]), strict=True))))
+    return out
+
+
+def table(folder: Path, question: str) -> str:
+    """The page's tables in Markdown: accuracies by arm, differences by family, and for (c) where the kept tokens lie."""
+    arms = lines_of(folder, question)
+    metrics = ("solo_accuracy", "tandem_accuracy", "teacher_kl")
+    shown = [
+        m for m in metrics if any(r.get(f"{m}_after") is not None for runs in arms.values() for r in runs.values())
+    ]
+    lines = [f"| arm | seeds | {' | '.join(m.replace('_', ' ') for m in shown)} |", "|---" * (len(shown) + 2) + "|"]
+    for arm, runs in arms.items():
+        cells = []
+        for metric in shown:
+            pairs = [(r.get(f"{metric}_before"), r.get(f"{metric}_after")) for r in runs.values()]
+            ends = [b for _, b in pairs if b is not None]
+            cells.append(f"{', '.join(f'{x:.3f}' for x in ends)}; mean {fmean(ends):.3f}" if ends else "")
+        lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} |")
+    for title, who, found in comparisons(folder, question):
+        head = f"| {title}, {who} accuracy | seeds | difference | t over seeds | bootstrap, seeds and prompts | p | p by Holm |"
+        lines += ["", head, "|---|---|---|---|---|---|---|"]
+        for d, corrected in found:
+            b = d.bootstrap
+            intervals = (d.student, (b.low or 0.0, b.high or 0.0))
+            spans = " | ".join(f"{low:+.3f} to {high:+.3f}" for low, high in intervals)
+            lines.append(
+                f"| {d.arm} less {d.base} | {d.seeds} | {d.mean:+.3f} | {spans} | {d.p:.3f} | {corrected:.3f} |"
+            )
+    if question == "c":
+        lines += ["", *where(arms)]
+    return "\n".join(lines)
+
+
+def where(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
+    """Where the kept tokens lie, means over steps and seeds."""
+    tenths = " | ".join(str(i + 1) for i in range(10))
+    lines = [
+        f"| kept tokens in tenth | {tenths} | ends of turn among them | ends of turn that are kept | step, s |",
+        "|---" * 14 + "|",
+    ]
+    for arm, runs in arms.items():
+        names = (*(f"selection/position_{i}" for i in range(10)), "selection/end_of_turn", "selection/end_of_turn_kept")
+        if arm != "GRPO":
+            values = [[r[name] for r in runs.values() if r[name] is not None] for name in (*names, "time/step_s")]
+            cells = [f"{fmean(v):.2f}" if v else "" for v in values]
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    doing = commands.add_parser("run")
+    doing.add_argument("--out", required=True, help="folder of the lines")
+    doing.add_argument("--work", default="runs/questions", help="models, runs and logs (default: %(default)s)")
+    doing.add_argument("--size", choices=("toy", "ci"), default="toy")
+    doing.add_argument("--arms", nargs="*", help="these alone (default: all of the question)")
+    listing = commands.add_parser("list")
+    for one in (doing, listing):
+        one.add_argument("--question", nargs="*", choices=list(QUESTIONS), default=list(QUESTIONS))
+        one.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
+    showing = commands.add_parser("table")
+    showing.add_argument("question", choices=list(QUESTIONS))
+    showing.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.command == "run":
+        run(args)
+    elif args.command == "list":
+        print(*(case.name for case in cases(args.question, args.seeds)), sep="\n")
+    else:
+        print(table(args.folder, args.question))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The experiments' scripts: their plan, their machinery on models that have learnt nothing, their tables by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ..waiting import PATIENCE_S
+
+REPO = Path(__file__).parents[2]
+Script = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def questions(script: Script) -> ModuleType:
+    return script("questions")
+
+
+def call(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_arm_is_a_configuration_that_holds(questions: ModuleType, tmp_path: Path) -> None:
+    """Also that an arm sets what its name says, and the common settings are common."""
+    from slime_tandem.config import RunConfig
+
+    models = {role: tmp_path / role for role in ("senior", "junior", "teacher", "same")}
+    found = {}
+    for case in questions.cases(list(questions.QUESTIONS), [1]):
+        config = RunConfig.from_mapping(case.settings(models, tmp_path, "toy"))
+        assert config.name == case.name
+        assert (config.eval.prompts, config.optimizer.lr, config.seed) == (256, 1e-3, 1)
+        found[case.question, case.arm] = config
+    assert len({c.name for c in found.values()}) == len(found) == 4 + 6 + 16 + 6
+    c = found["c", "entropy 0.05"].opd.selection
+    assert (c.selector, c.ratio, c.min_keep_per_sample, c.missing_mass) == ("entropy", 0.05, 0, "rest")
+    assert found["b", "sampled, spans"].opd.alignment == "chain_rule"
+    assert found["b", "top-K, same vocabulary"].models.teacher == str(tmp_path / "same")
+    assert found["b", "GRPO"].opd.enabled is False
+    assert found["b", "sampled"].objective.reward_coef == 0.0
+    assert found["a", "sentence"].tandem.selection_strategy == "sentence"
+    assert found["a", "prob_senior 0.3"].opd.enabled is False
+    assert found["d", "tandem + a random tenth"].opd.selection.selector == "random"
+    assert found["d", "solo + a tenth"].tandem.enabled is False
+
+
+def test_runs_are_made_in_the_protocols_order(questions: ModuleType) -> None:
+    order = [(c.question, c.arm, c.seed) for c in questions.cases(["a", "b", "c", "d"], [1, 2])]
+    assert [q for q, *_ in order] == ["c"] * 8 + ["b"] * 12 + ["a"] * 8 + ["d"] * 12 + ["c"] * 24
+    assert order[4] == ("c", "teachability 0.05", 2), "seed 1 of all arms first"
+    alone = [c.question for c in questions.cases(["c"], [1])]
+    assert alone == ["c"] * 4 + ["b"] * 2 + ["c"] * 12, "what (c) is compared with comes along"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_question_is_run_stopped_and_gone_on_with(
+    questions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One arm of each kind, on models that have learnt nothing: lines, tables, and nothing done twice."""
+    data, work = tmp_path / "data", tmp_path / "work"
+    common = ("run", "--size", "ci", "--seeds", 1, "--out", data, "--work", work)
+    call(questions, monkeypatch, *common, "--question", "b", "--arms", "sampled", "top-K, same vocabulary", "GRPO")
+    call(questions, monkeypatch, *common, "--question", "d", "--arms", "tandem + a tenth")
+    call(questions, monkeypatch, *common, "--question", "c", "--arms", "random 0.5", "GRPO")
+    done = capsys.readouterr().out.count("done: ")
+    assert done == 5
+    call(questions, monkeypatch, *common, "--question", "b", "--arms", "sampled", "GRPO")
+    assert "done" not in capsys.readouterr().out
+    by_arm = {r["arm"]: r for name in "bcd" for r in rows(data / f"question_{name}.jsonl")}
+    for line in by_arm.values():
+        assert line["steps"] == 2
+        assert len(line["right"]["solo"]) == 4
+        assert line["solo_accuracy_after"] == line["right"]["solo"].count("1") / 4
+    assert by_arm["random 0.5"]["selection/keep_ratio"] == pytest.approx(0.5, abs=0.02)
+    assert by_arm["sampled"]["selection/keep_ratio"] == 1.0
+    assert by_arm["GRPO"]["selection/keep_ratio"] is None
+    assert len(by_arm["tandem + a tenth"]["right"]["tandem"]) == 4
+    call(questions, monkeypatch, "table", "c", data)
+    shown = capsys.readouterr().out
+    assert "| random 0.5 | 1 |" in shown
+    assert "| full | 1 |" in shown
+
+
+def line(arm: str, seed: int, right: str, **more: object) -> str:
+    accuracy = right.count("1") / len(right)
+    content = {"question": "b", "arm": arm, "seed": seed, "solo_accuracy_before": 0.0, "solo_accuracy_after": accuracy}
+    return json.dumps({**content, "right": {"solo": right, "tandem": None}, **more}) + "\n"
+
+
+def test_differences_by_hand(questions: ModuleType, tmp_path: Path) -> None:
+    """Two seeds, four prompts: the arm is right once more, and twice more. t = 3 with one degree of freedom."""
+    text = line("sampled", 1, "1000") + line("sampled", 2, "1000") + line("GRPO", 1, "1010") + line("GRPO", 2, "1011")
+    text += line("top-K", 1, "1000") + line("top-K", 2, "0111")
+    (tmp_path / "question_b.jsonl").write_text(text)
+    ((_, who, found),) = questions.comparisons(tmp_path, "b")
+    assert who == "solo"
+    (grpo, p_grpo), (lists, p_lists) = found
+    assert (grpo.arm, grpo.base, grpo.seeds, grpo.mean) == ("GRPO", "sampled", 2, 0.375)
+    assert grpo.p == pytest.approx(2 * (0.5 - math.atan(3) / math.pi))
+    half = 12.7062 * 0.125
+    assert grpo.student == pytest.approx((0.375 - half, 0.375 + half), abs=1e-3)
+    assert grpo.bootstrap.value == 0.375
+    assert grpo.bootstrap.low is not None
+    assert 0.0 <= grpo.bootstrap.low < 0.375
+    assert lists.mean == 0.25
+    assert (p_grpo, p_lists) == (pytest.approx(2 * grpo.p), pytest.approx(lists.p)) or p_grpo == p_lists
+    assert "| GRPO less sampled | 2 | +0.375 |" in questions.table(tmp_path, "b")
+
+
+def test_figures_are_drawn_of_what_is_there(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, images = tmp_path / "data", tmp_path / "images"
+    for folder in (data, images):
+        folder.mkdir()
+    figures = script("figures")
+    assert list(figures.drawn(data, images)) == []
+    text = "".join(
+        line(a, s, r) for a, s, r in (("sampled", 1, "10"), ("sampled", 2, "00"), ("GRPO", 1, "11"), ("GRPO", 2, "01"))
+    )
+    (data / "question_b.jsonl").write_text(text)
+    call(figures, monkeypatch, data, images)
+    assert [p.name for p in images.iterdir()] == ["question-b.svg"]
+    assert "GRPO less sampled" in (images / "question-b.svg").read_text()
+
+
+def test_published_figures_are_those_of_the_published_lines(script: Script, tmp_path: Path) -> None:
+    """Nobody edits a figure, or a line under it."""
+    data, images = REPO / "docs" / "results" / "data", REPO / "docs" / "images"
+    for path in script("figures").drawn(data, tmp_path):
+        assert path.read_bytes() == (images / path.name).read_bytes(), f"draw {path.name} again"
+
+
+NAMES = ("tandem_against_solo", "distillation", "chosen_tokens", "both_together")
+
+
+def shell(name: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(REPO / "scripts" / "experiments" / f"{name}.sh")],
+        env={**os.environ, "DRY_RUN": "1", **variables},
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dry_run_on_toys_prints_its_commands(name: str) -> None:
+    done = shell(name, BACKEND="local", SIZE="ci", SEEDS="4 5", OUT="/somewhere", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    letter = "abcd"[NAMES.index(name)]
+    assert f"questions.py run --question {letter} --size ci --seeds 4 5 --out /somewhere" in done.stdout
+    assert f"questions.py table {letter} /somewhere" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"SIZE": "huge"}, "SIZE=huge: expected toy or ci"),
+        ({"BACKEND": "gpu"}, "BACKEND=gpu: expected local or slime"),
+        ({"BACKEND": "slime"}, "STUDENT_HF=: expected the trainable student"),
+        (
+            {"BACKEND": "slime", "STUDENT_HF": "x", "TEACHER_MODEL": "x"},
+            "SAME_TEACHER=: expected a teacher with the student's",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(variables: dict[str, str], message: str) -> None:
+    done = shell("distillation", **variables)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Remedy: " in done.stderr

@@ -1,0 +1,154 @@
+"""A user's data under slime: its parser takes the flags of a plan, its reader reads the rows that this package reads."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tandem.config import RunConfig
+from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.slime_launch.flags import plan
+from slime_tandem.slime_launch.user_flags import split
+from slime_tandem.tasks import jsonl
+from slime_tandem.tasks.families import TaskSet
+from slime_tandem.tasks.family import is_held_out
+
+Sized = Callable[..., RunConfig]
+
+PROGRAM = """
+import json, sys
+from slime.utils.data import Dataset
+from slime_tandem.slime_launch.real_parser import ask_hooks, parse
+found = {}
+for name, flags in json.load(sys.stdin).items():
+    args, rest = parse(flags)
+    assert not rest, rest
+    ask_hooks(args)
+    rows = Dataset(
+        args.prompt_data, None, None, None, prompt_key=args.input_key, label_key=args.label_key,
+        metadata_key=args.metadata_key, tool_key=args.tool_key,
+    ).samples
+    found[name] = [(row.prompt, row.label, row.metadata) for row in rows], args.rollout_shuffle
+json.dump(found, sys.stdout)
+"""
+
+GSM8K = [{"question": f"{i} + 1 =", "answer": f"Add.\n#### {i + 1}", "level": i % 3} for i in range(40)]
+MINE = [
+    {"q": [{"role": "user", "content": f"{i}\u2028?"}], "gold": f"{i}", "info": {"rm_type": "math"}} for i in range(40)
+]
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Tasks on data files of every format."""
+    datasets, pq, pa = (pytest.importorskip(name) for name in ("datasets", "pyarrow.parquet", "pyarrow"))
+    datasets.disable_progress_bars()
+    (folder / "gsm8k.jsonl").write_bytes(lines(GSM8K))
+    (folder / "gsm8k.jsonl.gz").write_bytes(gzip.compress(lines(GSM8K)))
+    (folder / "gsm8k.json").write_text(json.dumps(GSM8K))
+    pq.write_table(pa.Table.from_pylist(GSM8K), folder / "gsm8k.parquet")
+    csv = [f'{r["question"]},"{r["answer"]}",{r["level"]}\r\n' for r in GSM8K]
+    (folder / "gsm8k.csv").write_text("question,answer,level\r\n" + "".join(csv), newline="")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(GSM8K)}).save_to_disk(str(folder / "saved"))
+    (folder / "mine.jsonl").write_bytes(lines(MINE))
+    pq.write_table(pa.Table.from_pylist(MINE), folder / "mine.parquet")
+    names = ("gsm8k.jsonl", "gsm8k.jsonl.gz", "gsm8k.json", "gsm8k.parquet", "gsm8k.csv")
+    named = {"input_key": "q", "label_key": "gold", "metadata_key": "info"}
+    return {
+        **{name: {"path": str(folder / name)} for name in names},
+        "saved": {"path": str(folder / "saved"), "split": "train"},
+        **{name: {"path": str(folder / name), **named} for name in ("mine.jsonl", "mine.parquet")},
+    }
+
+
+def test_slime_reads_what_this_package_reads(slime_here: Any, sized: Sized, tmp_path: Path) -> None:
+    """Of every format by a plan, which writes JSON lines for it; and of what it can read itself by the same three names."""
+    asked: dict[str, list[str]] = {}
+    expected: dict[str, Any] = {}
+    for name, task in files(tmp_path).items():
+        config = sized(tasks=[{"family": "jsonl", **task}], report_to=["tensorboard", "wandb"])
+        launch = plan(config, tmp_path / f"plan-{name}")
+        launch.write()
+        asked[name] = [*launch.flags]
+        prompts = list(TaskSet(config.tasks, config.seed).listed_prompts)
+        train = [p for p in prompts if not is_held_out(p.messages)]
+        assert 30 < len(train) < 40
+        more = [{"task": p.task, "prompt_id": p.prompt_id} for p in train]
+        expected[name] = [
+            [[m.as_dict() for m in p.messages], p.label, {**p.metadata, **own}]
+            for p, own in zip(train, more, strict=True)
+        ]
+        if name.startswith("mine"):  # slime's own command line, without a plan
+            keys = ["--input-key", "q", "--label-key", "gold", "--metadata-key", "info"]
+            asked[f"own {name}"] = ["--rollout-batch-size", "1", "--prompt-data", task["path"], *keys]
+            info = {"rm_type": "math"}
+            expected[f"own {name}"] = [[[m.as_dict() for m in p.messages], p.label, info] for p in prompts]
+    free = tmp_path / "free.jsonl"
+    free.write_bytes(lines([{"prompt": f"Say {i}."} for i in range(40)]))
+    config = sized(
+        tasks=[{"family": "jsonl", "path": str(free)}], objective={"reward_coef": 0.0}, opd={"enabled": True}
+    )
+    launch = plan(config, tmp_path / "plan-free")
+    launch.write()
+    asked["free"] = [*launch.flags]
+    done = subprocess.run(
+        [slime_here.python, "-W", "ignore", "-c", PROGRAM], input=json.dumps(asked), env=slime_here.environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, rows in expected.items():
+        assert found[name][0] == rows, name
+        assert found[name][1] == (not name.startswith("own"))
+    assert {label for _, label, _ in found["free"][0]} == {None}
+
+
+def test_a_bad_row_that_is_met_late_leaves_no_file(
+    sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "CHECKED", 10)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines(GSM8K[:16]) + b"{\n" + lines(GSM8K[16:]))
+    launch = plan(sized(tasks=[{"family": "jsonl", "path": str(file)}]), tmp_path / "launch")
+    with pytest.raises(DataError, match=rf"{file}:17='\{{': expected one JSON object"):
+        launch.write()
+    assert not (tmp_path / "launch" / "prompts.jsonl").exists()
+    skipping = {"family": "jsonl", "path": str(file), "bad_lines": "skip"}
+    plan(sized(tasks=[skipping]), tmp_path / "launch").write()
+    assert 30 < (tmp_path / "launch" / "prompts.jsonl").read_text().count("\n") < 40
+
+
+def test_report_to_is_slimes_flags_and_the_users_own_come_first(
+    sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_PROJECT", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def tracked(*extra: str, **settings: Any) -> dict[str, list[str]]:
+        flags = split(plan(sized(name="mine", **settings), tmp_path / "launch", extra=extra).flags)
+        begins = ("--use-tensorboard", "--use-wandb", "--wandb", "--tb", "--disable-wandb")
+        return {name: values for name, values in flags.items() if name.startswith(begins)}
+
+    board = {"--use-tensorboard": [], "--tb-project-name": ["slime_tandem"], "--tb-experiment-name": ["mine"]}
+    assert tracked() == board
+    assert tracked(report_to="none") == {}
+    offline = {"mode": "offline", "entity": "us", "project": "p"}
+    ours = {
+        "--use-wandb": [], "--wandb-project": ["p"], "--wandb-group": ["mine"], "--disable-wandb-random-suffix": [],
+        "--wandb-dir": ["/r/mine"], "--wandb-team": ["us"], "--wandb-mode": ["offline"],
+    }  # fmt: skip
+    assert tracked(runs_dir="/r", report_to="wandb", tracking=offline) == ours
+    theirs = tracked("--wandb-group", "theirs", runs_dir="/r", report_to="wandb", tracking=offline)
+    assert theirs == {**ours, "--wandb-group": ["theirs"]}
+    assert tracked("--use-wandb", report_to="none") == {"--use-wandb": []}
+    with pytest.raises(ConfigError, match=r"report_to=\['trackio'\]: expected tensorboard or wandb: slime's trackers"):
+        tracked(report_to="trackio")
