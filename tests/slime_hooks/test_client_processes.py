@@ -81,12 +81,10 @@ def same(a: Any, b: Any) -> None:
     elif isinstance(a, list) and any(isinstance(x, np.ndarray) for x in a):
         for x, y in zip(a, b, strict=True):
             same(x, y)
-    elif isinstance(a, list) and any(isinstance(x, float) for x in a):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    elif isinstance(a, np.ndarray) and a.dtype.kind == "f":
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    elif isinstance(a, np.ndarray):
+    elif isinstance(a, np.ndarray) and a.dtype.kind != "f":
         np.testing.assert_array_equal(a, b)
+    elif isinstance(a, np.ndarray) or (isinstance(a, list) and any(isinstance(x, float) for x in a)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
     else:
         assert a == b
 
