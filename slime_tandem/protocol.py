@@ -92,7 +92,8 @@ _ID_BITS = 32
 
 
 def _keys(rows: IntArray, ids: IntArray) -> IntArray:
-    return (rows << _ID_BITS) | (ids & (2**_ID_BITS - 1))
+    keys: IntArray = (rows << _ID_BITS) | (ids & (2**_ID_BITS - 1))
+    return keys
 
 
 def _starts(counts: Sequence[int] | IntArray) -> IntArray:

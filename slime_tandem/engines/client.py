@@ -513,13 +513,13 @@ class EngineClient:
 
     def _candidates(
         self, request: GenerateRequest, meta: dict[str, Any], where: str, outputs: int, inputs: int
-    ) -> dict[str, tuple[Any, ...]]:
+    ) -> dict[str, CandidateLists]:
         """The four candidate lists, as many entries as there are positions; those not asked for are left out."""
         asked = {
             "top_logprobs": request.top_logprobs_num > 0,
             "token_ids_logprobs": bool(request.token_ids_logprob),
         }
-        found: dict[str, tuple[Any, ...]] = {}
+        found: dict[str, CandidateLists] = {}
         if not request.return_logprob:
             return found
         for kind in (k for k, wanted in asked.items() if wanted):

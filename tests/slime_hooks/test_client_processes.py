@@ -73,16 +73,18 @@ def with_processes(config: RunConfig, work: Callable[[ClientProcesses], Awaitabl
 
 
 def same(a: Any, b: Any) -> None:
-    """Two samples, arrays among their fields, are equal to the last bit."""
+    """Two samples are equal; log-probs to rounding, as which responses an engine computes together depends on the clock."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
             same(a[key], b[key])
     elif isinstance(a, list) and any(isinstance(x, np.ndarray) for x in a):
         for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
-    elif isinstance(a, np.ndarray):
+            same(x, y)
+    elif isinstance(a, np.ndarray) and a.dtype.kind != "f":
         np.testing.assert_array_equal(a, b)
+    elif isinstance(a, np.ndarray) or (isinstance(a, list) and any(isinstance(x, float) for x in a)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
     else:
         assert a == b
 
