@@ -17,5 +17,6 @@ for share in 0.05 0.1 0.2 0.5; do
     index=$((index + 1))
   done
 done
-suite chosen "$methods" "$@"
 suite grpo "solo_grpo:1.0:10" "$@"
+beside_teacher teacher "$TEACHER_MODEL" "${TEACHER_PORT:-13141}"
+TEACHER_URL="$SERVED_URL" suite chosen "$methods" "$@"

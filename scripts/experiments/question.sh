@@ -13,7 +13,8 @@
 #   PROMPT_DATA    a prompt file
 #   SEEDS          default "1 2 3 4 5"
 #   NUM_ROLLOUT    steps of a run (default: 500), SAVE_INTERVAL steps between checkpoints (default: 25)
-#   GPUS_PER_NODE  default 1
+#   GPUS_PER_NODE  default 1. On one GPU the junior writes inside the senior's engine (engine.mode=fused), and a teacher without
+#                  TEACHER_URL is served beside it with the share TEACHER_MEM of its memory (default: 0.2), while the engines get 0.5
 #   OUTPUT_ROOT    folder of the suites (default: runs/questions-gpu)
 # Called again, both go on where they were: finished runs are kept, one that was cut short goes on from its last checkpoint.
 # Arguments are settings of all runs (slime alone).
@@ -46,8 +47,9 @@ on_toys() {
 suite() {
   local name="$1" methods="$2"
   shift 2
+  if one_gpu; then set -- cluster.mem_fraction=0.5 "$@"; fi
   METHOD_LIST="$methods" TAG="$name" BACKEND=slime SEEDS="${SEEDS:-1 2 3 4 5}" NUM_ROLLOUT="${NUM_ROLLOUT:-500}" \
-    SAVE_INTERVAL="${SAVE_INTERVAL:-25}" GPUS_PER_NODE="${GPUS_PER_NODE:-1}" OUTPUT_ROOT="${OUTPUT_ROOT:-$REPO/runs/questions-gpu}" \
+    SAVE_INTERVAL="${SAVE_INTERVAL:-25}" GPUS_PER_NODE="$GPUS_PER_NODE" OUTPUT_ROOT="$OUTPUT_ROOT" \
     bash scripts/train/run_method_suite.sh "$@"
 }
 
@@ -56,6 +58,29 @@ need_set() {
   [[ -n "${!1:-}" ]] || refuse "$1" "" "$2" "set it to a Hugging Face folder"
 }
 
+one_gpu() {
+  [[ "${GPUS_PER_NODE:-1}" == 1 && "${NODES:-1}" == 1 ]]
+}
+
+# beside_teacher NAME FOLDER PORT: on one GPU, where no TEACHER_URL is set, a server of the teacher; sets SERVED_URL to where it answers.
+beside_teacher() {
+  SERVED_URL="${TEACHER_URL:-}"
+  if one_gpu && [[ -z "$SERVED_URL" ]]; then
+    SERVED_URL="http://127.0.0.1:$3"
+    start "$1" "$SERVED_URL/health" "$SLIME_PYTHON" -m sglang.launch_server --model-path "$2" --host 127.0.0.1 --port "$3" \
+      --mem-fraction-static "${TEACHER_MEM:-0.2}" --disable-radix-cache
+  fi
+}
+
 from_here OUT WORK OUTPUT_ROOT PROMPT_DATA STUDENT_HF TEACHER_MODEL JUNIOR_MODEL SAME_TEACHER
 into_here OUT WORK OUTPUT_ROOT
 cd "$REPO" || exit
+if [[ "$BACKEND" == slime ]]; then
+  # shellcheck source=scripts/train/slime_lib.sh
+  OUTPUT_ROOT="${OUTPUT_ROOT:-$REPO/runs/questions-gpu}" GPUS_PER_NODE="${GPUS_PER_NODE:-1}"
+  source "$REPO/scripts/train/slime_lib.sh"
+fi
+# shellcheck disable=SC2034 # the scripts that source this read it
+fused=()
+# shellcheck disable=SC2034
+if one_gpu; then fused=(engine.mode=fused); fi

@@ -12,5 +12,6 @@ fi
 need_set STUDENT_HF "the trainable senior"
 need_set JUNIOR_MODEL "a weaker junior with the senior's tokenizer"
 methods="tandem_word:0.5:20 tandem_word:0.3:21 tandem_word:0.7:22 tandem_chunk:0.5:30 tandem_sentence:0.5:40"
-suite weaker "solo_grpo:1.0:10 $methods" "$@"
-JUNIOR_MODEL="$STUDENT_HF" suite self "solo_grpo:1.0:10 $methods" "$@"
+suite solo "solo_grpo:1.0:10" "$@"
+suite weaker "$methods" "${fused[@]}" "$@"
+JUNIOR_MODEL="$STUDENT_HF" suite self "$methods" "${fused[@]}" "$@"

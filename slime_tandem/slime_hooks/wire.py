@@ -298,7 +298,7 @@ def put_ends(sample: Any, eos_ids: frozenset[int], text_markers: int) -> None:
 
 def ends_of(samples: Sequence[Any]) -> frozenset[int]:
     """The ids that end turns, as far as they stand in these responses."""
-    return frozenset(i for s in samples for i in s.metadata[RECORD].get("ends", ()))
+    return frozenset(i for s in samples for i in (s.metadata or {}).get(RECORD, {}).get("ends", ()))
 
 
 def markers_of(samples: Sequence[Any]) -> float:

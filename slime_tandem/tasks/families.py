@@ -311,7 +311,7 @@ def scorer_of(spec: TaskSpec, where: str, limits: RewardConfig | None = None) ->
 
 def _caller(function: Callable[..., Any], where: str, name: str, limits: RewardConfig) -> Caller:
     takes = parameters_of(function, where, name)
-    called: Callable[..., Any] = made(function, field=where, name=name) if inspect.isclass(function) else function
+    called: Any = made(function, field=where, name=name) if inspect.isclass(function) else function
     return Caller(called, batch=takes.batch, waits=takes.waits, timeout_s=limits.own_timeout_s)
 
 

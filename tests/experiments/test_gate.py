@@ -59,7 +59,8 @@ def _kl_sign(patch: pytest.MonkeyPatch) -> None:
 
 
 def _junior_trained(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rows, "_weights", lambda sample, weight: np.asarray(sample.loss_mask, dtype=np.float64))
+    right = rows._weights
+    patch.setattr(rows, "_weights", lambda scored, weight: right(scored, 1.0))
 
 
 def _teacher_shifted(patch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ tokens = TokenBytes((None, b"a"), frozenset({0}), frozenset({0}))
 rule = HandoffRule.from_config(config.tandem, frozenset())
 chat = SimpleNamespace(text_markers="escape", count_markers=lambda _: 0, markers_in=lambda _: 0)
 hf = SimpleNamespace(encode=lambda text, add_special_tokens: [1])
-student = SimpleNamespace(tokens=tokens, hf=hf, end_of_turn=0, chat=lambda _: chat)
+student = SimpleNamespace(tokens=tokens, hf=hf, end_of_turn=0, chat=lambda *_: chat)
 roster = SimpleNamespace(
     config=config, tandem_rule=rule, solo_rule=rule, spellers=None, student=student, environments=None,
     writer_options=lambda prompt, rule, sampling: WriterOptions(rule, sampling, tokens),
