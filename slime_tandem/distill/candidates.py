@@ -269,7 +269,8 @@ def _answers(result: GenerateResult, wanted: IdsAt, window: _Window, role: str) 
             "a finite log-probability of at most 0",
             f"the {role}'s server is faulty or gives the token no probability at all",
         )
-    return np.minimum(values, 0.0)
+    capped: FloatArray = np.minimum(values, 0.0)
+    return capped
 
 
 def require_whole(lists: CandidateLists, k: int, role: str) -> None:
@@ -339,7 +340,7 @@ def gather_candidates(
         rows.append(at[best.rows[there]])
         tokens.append(best.ids[there])
         values.append(teacher.values[found])
-    row, token, value = map(np.concatenate, (rows, tokens, values))
+    row, token, value = np.concatenate(rows), np.concatenate(tokens), np.concatenate(values)
     _, first = np.unique((row << 32) | token, return_index=True)  # in a union both sides may have it
     row, token, value = row[first], token[first], value[first]
     order = np.lexsort((token, -value, row))

@@ -145,7 +145,7 @@ class Trackers:
         openers: Mapping[str, Callable[[Named], Tracker]] = TRACKERS,
         ends_in_s: float = ENDS_IN_S,
     ) -> None:
-        self.lost = {name: 0 for name in config.report_to if name in openers}
+        self.lost: dict[str, int] = {name: 0 for name in config.report_to if name in openers}
         self._say, self._ends_in_s, self._started = say, ends_in_s, False
         self._config, self._folder, self._name = config, folder, name
         self._lines = [_Line(tracker, openers[tracker], self) for tracker in self.lost]

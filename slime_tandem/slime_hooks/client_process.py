@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,10 @@ class _Server:
                     self._tasks[number].cancel()
             else:
                 task = self._tasks[number] = asyncio.get_running_loop().create_task(self._answer(number, what, *given))
-                task.add_done_callback(lambda _, number=number: self._tasks.pop(number, None))
+                task.add_done_callback(partial(self._forget, number))
+
+    def _forget(self, number: int, _: object) -> None:
+        self._tasks.pop(number, None)
 
     async def _answer(self, number: int, what: str, *given: Any) -> None:
         value, error = None, None
