@@ -25,7 +25,7 @@ from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, Direction
 from slime_tandem.report.reward_parts import before_and_after, load_parts, titles
-from slime_tandem.report.run_folder import disk_errors, read_rows
+from slime_tandem.report.run_folder import disk_errors
 from slime_tandem.report.summary import (
     CONTROL_LABEL,
     DASH,
@@ -38,7 +38,7 @@ from slime_tandem.report.summary import (
     run_label,
     summary_of,
 )
-from slime_tandem.report.transcripts import Ends, ends_of, passage, transcript_groups
+from slime_tandem.report.transcripts import TRANSCRIPTS, Ends, passage, read_ends, transcript_groups
 
 MAX_TASKS = 24
 
@@ -114,7 +114,14 @@ def render(run_dir: Path) -> str:
     if (run_dir / "control").is_dir():
         folders.append(("control", CONTROL_LABEL, run_dir / "control"))
     arms = [
-        ArmData(key, label, load_files(folder), load_rewards(folder), _ends(folder), load_parts(folder))
+        ArmData(
+            key,
+            label,
+            load_files(folder),
+            load_rewards(folder),
+            read_ends(folder / TRANSCRIPTS),
+            load_parts(folder),
+        )
         for key, label, folder in folders
     ]
     view = page_view(config, arms)
@@ -199,10 +206,6 @@ def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
             f"{config.train.samples_per_prompt} responses, seed {config.seed}"
         ),
     }
-
-
-def _ends(folder: Path) -> dict[str, Ends]:
-    return ends_of(read_rows(folder / "transcripts.jsonl"))
 
 
 def task_curves(runs: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> tuple[list[Curve], int]:

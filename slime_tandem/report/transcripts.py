@@ -9,10 +9,13 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
 
+from slime_tandem.errors import RunDirError, TandemError
+from slime_tandem.report.run_folder import read_rows
 from slime_tandem.report.summary import DASH
 from slime_tandem.types import SENIOR, is_right
 
@@ -21,6 +24,8 @@ MAX_TRANSCRIPTS = 40
 MAX_TOKENS = 400
 MAX_PROMPT_CHARS = 2000
 MAX_TOKEN_CHARS = 500
+TRANSCRIPTS = "transcripts.jsonl"
+"""The file of a run's folder."""
 PHASES = (("eval", "held-out"), ("train", "training"))
 
 _FINISH = {"stop": "", "length": "cut at the length cap", "abort": "aborted"}
@@ -90,11 +95,30 @@ class Ends:
 
 
 def ends_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Ends]:
-    """The ends of each phase, of the rows of transcripts.jsonl."""
+    """The ends of each phase, of the rows of transcripts.jsonl. Raises ValueError for a row of no phase."""
     ends = {phase: Ends() for phase, _ in PHASES}
     for row in rows:
-        if row.get("phase") in ends:
-            ends[row["phase"]].add(row)
+        if row.get("phase") not in ends:
+            raise ValueError(f"phase {str(row.get('phase'))[:100]!r}, where {' or '.join(ends)} belongs")
+        ends[row["phase"]].add(row)
+    return ends
+
+
+def read_ends(path: Path) -> dict[str, Ends]:
+    """The ends of a transcripts.jsonl, nothing for none. Raises RunDirError, naming it, for rows that no page can show."""
+    try:
+        ends = ends_of(read_rows(path))
+        for row in [row for end in ends.values() for row in (*end.first, *end.last)]:
+            _view(row, 1)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, TandemError):
+            raise
+        raise RunDirError(
+            str(path),
+            f"{type(error).__name__}: {error}",
+            "rows as `slime-tandem train` writes them",
+            "restore the file, or move it away: the report then has no transcripts",
+        ) from error
     return ends
 
 

@@ -223,7 +223,9 @@ def test_a_broken_prompt_file_is_refused(
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1 + 1 =", "label": "2"}\n{"prompt":\n')
     refused(capsys, ["train", "--config", config(tasks=[{"family": "jsonl", "path": str(path)}])], f"{path}:2=")
-    refused(capsys, ["train", "--config", config(tasks=[{"family": "jsonl", "path": str(tmp_path)}])], "Is a directory")
+    refused(
+        capsys, ["train", "--config", config(tasks=[{"family": "jsonl", "path": str(tmp_path)}])], f"path='{tmp_path}'"
+    )
 
 
 def test_an_api_key_that_no_header_can_hold_is_refused_unseen(
@@ -344,7 +346,8 @@ def test_a_disk_that_fills_in_mid_run_ends_the_run(
 
     monkeypatch.setattr(run_folder, "_write_all", full)
     assert cli.main(["train", "--config", config(tandem={"enabled": False}, opd={"enabled": False})]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("turns of", "  "))]
+    told = capsys.readouterr().err.splitlines()  # before it, what the run was doing
+    lines = told[next(i for i, line in enumerate(told) if line.startswith("slime-tandem train: ")) :]
     assert lines[0].startswith(f"slime-tandem train: {run / 'metrics.jsonl'}='No space left on device': expected ")
     assert "Remedy: free space" in lines[0]
     assert lines[1].startswith("no report: "), "a second failure is told after the first"
@@ -425,7 +428,7 @@ def test_what_only_prints_help_loads_no_model_library() -> None:
 @pytest.mark.parametrize(
     "argv", [[], ["trian"], ["train", "--bogus"], ["serve", "m", "--port", "x"], ["config"],
              ["train", "--resume", "--overwrite"], ["suite", "s", "--methods", "tip:0.1:3", "--set"],
-             ["--print-completion", "fish"]]
+             ["--print-completion", "tcsh"]]
 )  # fmt: skip
 def test_bad_flags_end_with_usage_and_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

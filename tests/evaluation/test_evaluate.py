@@ -218,10 +218,13 @@ def test_a_strategy_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture
     assert "did you mean 'word'?" in said
 
 
-def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     text = capsys.readouterr().out
+    assert "slime-tandem config --list" in text
+    assert main(["config", "--list", "eval"]) == 0
+    text += capsys.readouterr().out
     for line in (
         "eval.chains = 8",
         "eval.temperature = 0.7",
