@@ -176,7 +176,8 @@ def test_models_are_made_once_and_load(tmp_path: Path, monkeypatch: pytest.Monke
     lines: list[str] = []
     senior = resolve_model("builtin:senior", tmp_path, lines.append, TINY)
     assert senior == tmp_path / TINY.key / "senior"
-    assert len(lines) == 1
+    assert lines[0].startswith("pre-training junior, senior and teacher into ")
+    assert {line.split(":")[0] for line in lines[1:]} == set(builtin.ROLES), "and how far each is"
     assert sorted(p.name for p in tmp_path.iterdir()) == [TINY.key, "pretrain.lock"], "nothing temporary is left"
 
     monkeypatch.setattr(builtin, "_run_workers", lambda *_: pytest.fail("the cache was not used"))
