@@ -115,8 +115,9 @@ class _RawEnds:
             except TandemError as error:
                 self._problem(str(error))
                 return
-            step, phase = row["step"], row.get("phase", "")
+            step, phase = row["step"], str(row.get("phase"))
         if phase not in self._lines:
+            self._problem(f"{self._path}:{number}: phase {phase[:100]!r}, where {' or '.join(self._lines)} belongs")
             return
         self._read = None
         first, last = self._lines[phase]

@@ -170,9 +170,10 @@ def test_transcripts_by_their_heads_are_those_of_all_rows(rows: list[tuple[int, 
     for number, (step, phase, ours) in enumerate(rows, 1):
         row = {"step": step, "phase": phase, "prompt": number}
         raw.add(json.dumps(row if ours else dict(reversed(row.items()))).encode(), number)
-        whole.append(row)
+        if phase in ("eval", "train"):
+            whole.append(row)
         assert raw.ends() == ends_of(whole)
-    assert problems == []
+    assert len(problems) == len(rows) - len(whole)
 
 
 def test_a_line_that_is_no_transcript_is_a_problem() -> None:
