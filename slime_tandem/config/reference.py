@@ -51,7 +51,7 @@ def own_settings(section: type[Section]) -> list[str]:
     """Names of the settings of a section that are no section themselves.
 
     >>> own_settings(RunConfig)
-    ['name', 'runs_dir', 'seed', 'tasks', 'control']
+    ['name', 'runs_dir', 'seed', 'report_to', 'tasks', 'control']
     """
     return [field for field, info in section.model_fields.items() if not _section_of(info.annotation)]
 

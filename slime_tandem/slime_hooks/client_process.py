@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from slime_tandem.extensions import said
 from slime_tandem.slime_hooks import runtime, settings
 from slime_tandem.slime_hooks.client_processes import GIVEN, Setup, receive, send
 
@@ -64,7 +66,7 @@ class _Server:
         try:
             value = await getattr(self, f"_{what}")(*given)
         except Exception as raised:  # noqa: BLE001 - handed to who asked
-            error = raised
+            error = _that_travels(raised)
         async with self._sending:
             await send(self._writer, (number, value, error))
 
@@ -93,6 +95,15 @@ class _Server:
         await self._made.score(sample)
         metadata: dict[str, Any] = sample.metadata
         return metadata
+
+
+def _that_travels(error: Exception) -> Exception:
+    """The error as the other side can make it again; one of a user's code or a library may only come as its words."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - whatever its own pickling raises
+        return RuntimeError(said(error))
+    return error
 
 
 def _sample(fields: dict[str, Any]) -> Sample:

@@ -107,8 +107,9 @@ class ManagerDemand:
 def manager(what: str, gpus: int) -> ManagerDemand:
     """`what`: a key of MANAGER.
 
-    >>> manager("fused, sampled signal", 64)
-    ManagerDemand(alone=1.4076416, loop=0.42229248, processes=3, managers=1)
+    >>> demand = manager("fused, sampled signal", 64)
+    >>> round(demand.alone, 2), round(demand.loop, 2), demand.processes, demand.managers
+    (1.41, 0.42, 3, 1)
     """
     millions = gpus * FUSED_TOKENS_PER_S / 1e6
     alone, loop, theirs = (seconds * millions for seconds in MANAGER[what])

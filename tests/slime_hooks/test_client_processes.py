@@ -15,6 +15,7 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, DataError, EngineUnavailableError
 from slime_tandem.slime_hooks import runtime, settings, wire
+from slime_tandem.slime_hooks.client_process import _that_travels
 from slime_tandem.slime_hooks.client_processes import ClientProcesses
 from slime_tandem.slime_hooks.runtime import Stop, client_processes
 
@@ -216,3 +217,18 @@ def test_a_process_that_never_comes_up_is_an_error(
 
     with pytest.raises(EngineUnavailableError, match="ended 3 times"):
         with_processes(configured, write)
+
+
+class _NeedsTwo(Exception):
+    """An error as a library may have it: what it is made of is not what it keeps."""
+
+    def __init__(self, what: str, where: int) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+def test_an_error_that_cannot_be_made_again_comes_as_its_words() -> None:
+    kept = DataError("field", 1, "expected", "remedy")
+    assert str(_that_travels(kept)) == str(kept)
+    assert type(_that_travels(kept)) is DataError
+    assert str(_that_travels(_NeedsTwo("broken", 7))) == "_NeedsTwo: broken at 7"
+    assert str(_that_travels(ValueError(lambda: None))).startswith("ValueError: <function")
