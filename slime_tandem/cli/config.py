@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_tandem.cli import flags
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError
+from slime_tandem.extensions import find, is_own
 
 
 def add(commands: flags.Commands) -> None:
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.slime is None:
         if args.slime_flags:
             raise ConfigError("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
+        _check_names(config)
         print(config.to_yaml(), end="")
         return 0
     from slime_tandem.slime_launch.plan import launch_plan
@@ -64,3 +66,23 @@ def run(args: argparse.Namespace) -> int:
     launch.write()
     print(launch.shell(), end="")
     return 0
+
+
+def _check_names(config: RunConfig) -> None:
+    """Raise ConfigError for a name that stands for no code: what a run would say only once it has begun."""
+    from slime_tandem.tasks.families import find_family, find_reward
+
+    for i, spec in enumerate(config.tasks):
+        find_family(spec.family, f"tasks.{i}.family")
+        find_reward(spec, f"tasks.{i}")
+        if spec.environment is not None:
+            from slime_tandem.team.environments import ENVIRONMENTS
+
+            find(spec.environment, ENVIRONMENTS, f"tasks.{i}.environment")
+    for teacher in config.opd.teachers:
+        if teacher.scorer is not None:
+            find(teacher.scorer, {}, f"opd.teachers, {teacher.name}: scorer")
+    if is_own(config.opd.signal) or is_own(config.opd.selection.mask):  # imports torch
+        from slime_tandem.team.own_code import check_extensions
+
+        check_extensions(config)

@@ -442,6 +442,24 @@ def test_serve_without_a_model_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert "MODEL=None: expected one model folder. Remedy: name it, or use --fused" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("tasks=[{family: chain_summ}]", "did you mean `chain_sum`?"),
+        ("tasks=[{family: 'no_such:Family'}]", "tasks.0.family"),
+        ("tasks=[{family: chain_sum}, {family: chain_sum, reward: 'math:no_such'}]", "tasks.1.reward"),
+        ("tasks=[{family: chain_sum, environment: calculater}]", "tasks.0.environment"),
+        ("opd.teachers=[{name: t, scorer: 'no_such:scorer', tokenizer: x}]", "opd.teachers"),
+        ("opd.signal=no_such:signal", "opd.signal"),
+        ("opd.selection.selector=no_such:selector", "opd.selection.selector"),
+    ],
+)
+def test_config_check_finds_names_that_stand_for_nothing(
+    capsys: pytest.CaptureFixture[str], config: Callable[..., str], setting: str, part: str
+) -> None:
+    refused(capsys, ["config", "--check", config(), "--set", setting], part)
+
+
 def test_config_prints_the_resolved_tree(
     capsys: pytest.CaptureFixture[str], config: Callable[..., str], tmp_path: Path
 ) -> None:
