@@ -36,6 +36,7 @@ from slime_tandem.report.comparison import read_mapping
 from slime_tandem.report.html import render
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter, Transcript, TranscriptToken
+from slime_tandem.report.summary import ALWAYS
 from slime_tandem.rollout.boundaries import BoundaryRecord
 from slime_tandem.slime_hooks.adaptive import FILE, kept_coef
 from slime_tandem.tasks.jsonl import read_prompts
@@ -195,7 +196,11 @@ def run_folder(name: str) -> Kind:
             "tokens": [{"text": " 2", "author": 1, "log_prob": -0.5, "teacher_log_prob": None}],
         },
     }[name]  # fmt: skip
-    needed = ("step", "task", "samples", "mean") if name == "rewards.jsonl" else tuple(tree)
+    needed = {
+        "metrics.jsonl": ("step", *(ALWAYS & set(row_keys("step")))),  # a metric that came later is null
+        "eval.jsonl": ("step", "phase", *(ALWAYS & set(row_keys("eval")))),
+        "rewards.jsonl": ("step", "task", "samples", "mean"),
+    }.get(name, tuple(tree))
     return Kind(name, tree, lambda p: render(p.parent), needed, write, head="FROM FILE")
 
 

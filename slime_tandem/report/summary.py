@@ -136,8 +136,18 @@ def _rows(path: Path, scope: Scope) -> tuple[Mapping[str, Any], ...]:
     return tuple(checked_row(path, scope, row) for row in read_rows(path))
 
 
+ALWAYS = frozenset({"rollout/reward_mean", "time/step_s", "eval/solo_accuracy"})
+"""Metrics without which a row says nothing; each has been in every version."""
+
+
 def checked_row(path: Path, scope: Scope, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of metrics.jsonl (`step`) or eval.jsonl (`eval`) itself; raises RunDirError for a damaged one."""
+    """A row of metrics.jsonl (`step`) or eval.jsonl (`eval`), null for what an earlier version did not measure.
+
+    Raises RunDirError for a damaged one, or one without what every version has measured.
+    """
+    unmeasured = {name: None for name in row_keys(scope) if name not in row and name not in ALWAYS}
+    if unmeasured:
+        row = {**row, **unmeasured}
     wrong = [n for n in row_keys(scope) if n not in row or not _is_value(row[n], fraction=_is_fraction(n))]
     wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
     wrong += [RIGHT] if scope == "eval" and not _is_right(row.get(RIGHT, {})) else []

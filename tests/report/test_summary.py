@@ -1,5 +1,6 @@
 import io
 import json
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -54,6 +55,23 @@ def test_a_run_killed_before_its_first_step(make_run):
     assert s["run"]["steps"] == 0
     assert s["run"]["seconds"]["step"] is None
     assert "no evaluation before" in s["verdict"]["text"]
+
+
+def test_a_run_of_an_earlier_version_has_null_for_later_metrics(make_run):
+    run_dir = make_run(steps=4, control=False)
+    whole = summarise(run_dir)
+
+    def without(name: str, left_out: Callable[[str], bool]) -> None:
+        rows = map(json.loads, (run_dir / name).read_text().splitlines())
+        kept = [{key: value for key, value in row.items() if not left_out(key)} for row in rows]
+        (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    without("metrics.jsonl", lambda key: key.startswith(("opd/eos", "selection/")))
+    without("eval.jsonl", lambda key: key == "right")
+    assert summarise(run_dir)["run"]["steps"] == whole["run"]["steps"]
+    without("metrics.jsonl", lambda key: key == "time/step_s")
+    with pytest.raises(RunDirError, match=r"time/step_s='missing'"):
+        summarise(run_dir)
 
 
 def test_an_after_that_later_steps_follow_does_not_count(make_run):
