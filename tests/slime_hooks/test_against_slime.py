@@ -119,8 +119,9 @@ def test_train_py_itself_runs_and_resumes(experts: bool, slime_here, trio, tmp_p
     report = there(str(scripts / "report.py"), str(tmp_path / "run"))
     assert "channels: 3 of 3 rollouts with the same check-sum on both sides" in report
     assert [line.split(" |")[0] for line in report.splitlines()[2:5]] == ["| 0", "| 1", "| 2"]
-    compared = there(str(scripts / "compare_loss.py"), str(tmp_path / "run"), "0")
-    assert "| loss |" in compared
+    if not experts:  # the local runtime's model, whose loss slime's is compared with, is dense
+        compared = there(str(scripts / "compare_loss.py"), str(tmp_path / "run"), "0")
+        assert "| loss |" in compared
 
 
 def test_train_py_makes_several_passes_with_a_bonus_and_the_tail_of_the_kl(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
