@@ -24,6 +24,8 @@ def _same(value: Any) -> Any:
 
 
 def _count(devices: Any) -> int:
+    if isinstance(devices, str):  # as CUDA_VISIBLE_DEVICES is spelt
+        devices = [name for name in devices.strip().strip("[]").split(",") if name.strip()]
     return len(devices) if isinstance(devices, (list, tuple)) else 1
 
 

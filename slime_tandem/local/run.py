@@ -62,6 +62,8 @@ _TRAIN_TRANSCRIPTS = 2
 _EVAL_TRANSCRIPTS = 12
 _KEPT_CHECKPOINTS = 2
 _LOCK = ".lock"
+_OLD = ".replaced"
+"""Where the run that `overwrite` replaces waits until the new one's settings, data and models are accepted."""
 _PROBE, _PROBE_BYTES = ".probe", 2**18
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
 _NO_WORK = (_LOCK, _PROBE, PROGRESS_FILE, "logs")
@@ -131,14 +133,18 @@ def train(
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(run_dir):
+        _put_back(run_dir)
         _prepare_folder(run_dir, resume=resume, overwrite=overwrite)
-        with disk_errors(
-            run_dir
-        ):  # a full disk is refused now: a server that cannot even write its log would not say why
-            probe = run_dir / _PROBE
-            probe.write_bytes(bytes(_PROBE_BYTES))
-            probe.unlink()
-        return _train(config, progress, resume=resume)
+        try:
+            # A full disk is refused now: a server that cannot even write its log would not say why.
+            with disk_errors(run_dir):
+                probe = run_dir / _PROBE
+                probe.write_bytes(bytes(_PROBE_BYTES))
+                probe.unlink()
+            return _train(config, progress, resume=resume)
+        except BaseException:
+            _put_back(run_dir)
+            raise
 
 
 def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary:
@@ -163,6 +169,7 @@ def _train(config: RunConfig, progress: RunProgress, *, resume: bool) -> Summary
             architecture_of(load_hf_config(roster.folders["senior"], config.models.trust_remote_code))
             _check_boundaries(run_dir / "boundaries.json", roster.boundaries)
             _check_data(run_dir / "data.json", tasks)
+            _drop_old(run_dir)
             team = Team(roster, run_dir / "logs", ready=lambda role: progress.advance(f"{role}: answers"))
             progress.phase(f"starting servers: {', '.join(roster.roles)}", total=len(roster.roles), unit="server")
             with team:
@@ -225,15 +232,36 @@ def _prepare_folder(run_dir: Path, *, resume: bool, overwrite: bool) -> None:
                 "--overwrite", str(run_dir), "a run folder (with config.yaml)", "delete the folder yourself"
             )
         with disk_errors(run_dir):
+            old = run_dir / _OLD
+            old.mkdir()
             for path in here:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != _LOCK:
-                    path.unlink()
+                if path.name != _LOCK:
+                    path.rename(old / path.name)
     if not resume and (run_dir / "config.yaml").exists():
         raise RunDirError(
             "name", run_dir.name, f"no run at {run_dir}", "--resume goes on with it, --overwrite deletes it, or rename"
         )
+
+
+def _drop_old(run_dir: Path) -> None:
+    """The run that `overwrite` replaces is deleted: settings, data and models of the new one are accepted."""
+    with disk_errors(run_dir):
+        if (run_dir / _OLD).exists():
+            shutil.rmtree(run_dir / _OLD)
+
+
+def _put_back(run_dir: Path) -> None:
+    """The run that `overwrite` was to replace stands again, where the new one has been refused, or was killed before that."""
+    old = run_dir / _OLD
+    if not old.exists():
+        return
+    with disk_errors(run_dir):
+        for path in list(run_dir.iterdir()):
+            if path.name not in (_LOCK, _OLD):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in list(old.iterdir()):
+            path.rename(run_dir / path.name)
+        old.rmdir()
 
 
 def _keep_boundaries(path: Path, record: BoundaryRecord) -> None:

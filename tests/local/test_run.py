@@ -673,6 +673,26 @@ def test_an_existing_run_is_neither_continued_nor_deleted_unasked(trio, tmp_path
         train(config)
 
 
+def test_what_is_refused_overwrites_nothing(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A typo in the data, a model that is not there: the run of before stands as it was, also after a kill in between."""
+    config = misuse(trio, tmp_path, {})
+    run = config.run_dir
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("the run of before")
+    (run / "checkpoints" / "w").write_bytes(b"weights")
+    nowhere = {"tasks": [{"family": "jsonl", "path": str(tmp_path / "none.jsonl")}]}
+    with pytest.raises(TandemError, match=r"none\.jsonl"):
+        train(misuse(trio, tmp_path, nowhere), overwrite=True)
+    for name in ("config.yaml", "checkpoints"):  # as a kill leaves it
+        (run / ".replaced").mkdir(exist_ok=True)
+        (run / name).rename(run / ".replaced" / name)
+    with pytest.raises(RunDirError, match="overwrite"):
+        train(config)
+    assert (run / "config.yaml").read_text() == "the run of before"
+    assert (run / "checkpoints" / "w").read_bytes() == b"weights"
+    assert not (run / ".replaced").exists()
+
+
 def test_overwrite_deletes_runs_only(trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run = tmp_path / "runs" / "r"
     run.mkdir(parents=True)
