@@ -275,7 +275,7 @@ def test_what_a_failed_start_leaves_does_not_stop_overwrite(
     (run / "logs" / "senior.log").write_text("old")
     bad = config(models={"junior": str(trio.teacher)})
     refused(capsys, ["train", "--config", bad, "--overwrite"], "models.junior")
-    assert not (run / "logs").exists()
+    assert (run / "logs" / "senior.log").read_text() == "old", "what is refused overwrites nothing"
 
 
 @pytest.mark.parametrize(

@@ -381,3 +381,12 @@ def test_every_setting_that_a_tandem_config_becomes_exists() -> None:
     known = {name for name, _, _ in fields_of()}
     assert names
     assert names <= known
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"), [("6,7", 2), ("[6, 7]", 2), ("6", 1), ([6, 7], 2), (6, 1), ("cuda:0, cuda:1,", 2)]
+)
+def test_devices_are_counted_however_they_are_spelt(devices: object, count: int) -> None:
+    read = SETTINGS["junior_gpu_devices"]
+    assert read is not None
+    assert read[1](devices) == count
