@@ -4,10 +4,11 @@
 #   scripts/test.sh --quick  lint, types and the tests that compute without a model: no SGLang, no vocabularies, no browser; minutes
 # SLIME_TANDEM_TEST_WORKERS: test processes at once (default 2).
 # The vocabularies of real models are fetched once (167 MB; SLIME_TANDEM_VOCABULARIES names their folder, else .cache/vocabularies).
-# The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium, which is installed here if a
-# Debian machine lacks it and this is root. tests/conformance needs real SGLang: SLIME_TANDEM_SGLANG_PYTHON names a python that
-# has it, else scripts/sglang_cpu.sh sets one up (about 3 GB, once). Tests that read slime's own sources find them where SLIME_SOURCES
-# says (scripts/slime/cpu_env.sh), else they are skipped.
+# The report's test needs Chromium: SLIME_TANDEM_CHROMIUM names it, else /usr/bin/chromium. On a Debian machine, as root, it is
+# installed here if it is missing; so are zsh and fish, for the test of completion.
+# tests/conformance needs real SGLang: SLIME_TANDEM_SGLANG_PYTHON names a python that has it, else scripts/sglang_cpu.sh sets one
+# up (about 3 GB, once). Tests that read slime's own sources find them where SLIME_SOURCES says (scripts/slime/cpu_env.sh), else
+# they are skipped.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$REPO"
@@ -31,9 +32,16 @@ if [[ "${1:-}" == --quick ]]; then
 fi
 
 setup_venv test check smollm2 diagnostics data wandb trackio peers
-if [[ -z "${SLIME_TANDEM_CHROMIUM:-}" && ! -x /usr/bin/chromium ]] && command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
-  run apt-get update -qq
-  run apt-get install -y -qq chromium fonts-dejavu-core >/dev/null
+if command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
+  missing=()
+  [[ -n "${SLIME_TANDEM_CHROMIUM:-}" || -x /usr/bin/chromium ]] || missing+=(chromium fonts-dejavu-core)
+  for shell in zsh fish; do # completion is tested by typing into them
+    command -v "$shell" >/dev/null || missing+=("$shell")
+  done
+  if ((${#missing[@]})); then
+    run apt-get update -qq
+    run apt-get install -y -qq "${missing[@]}" >/dev/null
+  fi
 fi
 run "$VENV/bin/python" scripts/fetch_vocabularies.py
 run bash scripts/check.sh

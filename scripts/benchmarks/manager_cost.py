@@ -37,7 +37,7 @@ from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill import candidates, panel, teacher
 from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.distill.teacher import Scoring, Teacher
-from slime_tandem.engines import client, handoff_wire
+from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.protocol import GenerateRequest
 from slime_tandem.rollout.boundaries import boundary_ids
@@ -313,7 +313,6 @@ def main() -> None:
     print(
         f"One full collection with {args.held} answers held: {min(pauses) * 1e3:.0f} ms; python {sys.version.split()[0]}"
     )
-    print(f"JSON by {'orjson' if getattr(client, 'orjson', None) else 'json'}")
 
 
 def timed_collection() -> float:

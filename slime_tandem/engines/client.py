@@ -26,6 +26,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 
 from slime_tandem.engines import handoff_wire
 from slime_tandem.errors import (
@@ -36,11 +37,6 @@ from slime_tandem.errors import (
 )
 from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdText
 from slime_tandem.types import JUNIOR
-
-try:  # SGLang brings it, so it is there where answers are large
-    import orjson  # type: ignore[import-not-found,unused-ignore]
-except ModuleNotFoundError:
-    orjson = None  # type: ignore[assignment,unused-ignore]
 
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
@@ -595,9 +591,7 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
 
 def _ids_json(ids: Sequence[int]) -> bytes:
-    if isinstance(ids, IdText):
-        return ids.json
-    return json.dumps(ids, separators=(",", ":")).encode() if orjson is None else orjson.dumps(ids)
+    return ids.json if isinstance(ids, IdText) else orjson.dumps(ids)
 
 
 def _decoded(raw: bytes) -> Any:
@@ -605,9 +599,8 @@ def _decoded(raw: bytes) -> Any:
 
     What orjson refuses is left to `json`: NaN and Infinity, which are complained of by the place at which they stand.
     """
-    if orjson is not None:
-        with contextlib.suppress(ValueError):
-            return orjson.loads(raw)
+    with contextlib.suppress(ValueError):
+        return orjson.loads(raw)
     return json.loads(raw)
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import RunDirError, TandemError, printable
+from slime_tandem.errors import TandemError, printable
 from slime_tandem.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, curve
 from slime_tandem.report.metrics import METRICS, Direction
 from slime_tandem.report.reward_parts import before_and_after, load_parts, titles
@@ -38,7 +38,7 @@ from slime_tandem.report.summary import (
     run_label,
     summary_of,
 )
-from slime_tandem.report.transcripts import TRANSCRIPTS, Ends, passage, read_ends, transcript_groups
+from slime_tandem.report.transcripts import TRANSCRIPTS, Ends, not_transcripts, passage, read_ends, transcript_groups
 
 MAX_TASKS = 24
 
@@ -177,12 +177,7 @@ def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
     try:
         groups = transcript_groups([(arm.key, arm.label, arm.ends) for arm in arms])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunDirError(
-            "transcripts.jsonl of the run or its control",
-            f"{type(error).__name__}: {error}",
-            "rows as `slime-tandem train` writes them",
-            "restore the file, or move it away: the report then has no transcripts",
-        ) from error
+        raise not_transcripts("transcripts.jsonl of the run or its control", error) from error
     return {
         "summary": summary,
         "name": passage(config.name, 200),

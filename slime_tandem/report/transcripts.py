@@ -113,13 +113,18 @@ def read_ends(path: Path) -> dict[str, Ends]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, TandemError):
             raise
-        raise RunDirError(
-            str(path),
-            f"{type(error).__name__}: {error}",
-            "rows as `slime-tandem train` writes them",
-            "restore the file, or move it away: the report then has no transcripts",
-        ) from error
+        raise not_transcripts(str(path), error) from error
     return ends
+
+
+def not_transcripts(where: str, error: Exception) -> RunDirError:
+    """What is said of rows that are none of ours; `where` names their file."""
+    return RunDirError(
+        where,
+        f"{type(error).__name__}: {error}",
+        "rows as `slime-tandem train` writes them",
+        "restore the file, or move it away: the report then has no transcripts",
+    )
 
 
 def transcript_groups(parts: Sequence[tuple[str, str, Mapping[str, Ends]]]) -> list[TranscriptGroup]:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 from aiohttp import web
@@ -423,8 +422,6 @@ def test_a_request_says_the_same_whoever_writes_it(rest: dict[str, object], ids:
             client_module._encoded(content)
         return
     assert json.loads(client_module._encoded(content)) == plain
-    with mock.patch.object(client_module, "orjson", None):
-        assert json.loads(client_module._encoded(content)) == plain
 
 
 def test_numbers_are_finite_one_by_one_where_their_sum_is_not() -> None:
