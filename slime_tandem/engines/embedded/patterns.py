@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -37,7 +38,7 @@ _CATEGORIES = {
 }  # fmt: skip
 _PLACES = {"AT_BEGINNING_STRING": r"\A", "AT_END_STRING": r"\z"}
 _MULTILINE_PLACES = {"AT_BEGINNING": "(?m:^)", "AT_END": "(?m:$)"}
-_ASCII_PLACES = {"AT_BOUNDARY": r"\b", "AT_NON_BOUNDARY": r"\B"}
+_ASCII_PLACES = {"AT_BOUNDARY": r"\b"}
 
 
 class PatternError(ValueError):
@@ -120,6 +121,8 @@ def _place(name: str, flags: int, last: bool) -> str:
         if not last:
             raise PatternError("`$` at the end of the pattern alone; write \\Z for the end of the text")
         return r"\n?\z"
+    if name == "AT_NON_BOUNDARY":  # RE2: also between the bytes of a character; Python: in the empty text from 3.14 on
+        raise PatternError("a pattern without \\B")
     if name in _ASCII_PLACES and not flags & re.ASCII:
         raise PatternError("word boundaries of ASCII alone; write (?a:\\b)")
     return _PLACES.get(name) or _ASCII_PLACES[name]
@@ -140,24 +143,54 @@ def _thousands(count: int) -> list[int]:
 
 
 def _set(members: Iterable[tuple[Any, Any]], flags: int) -> str:
-    negated, ranges = "", list[tuple[int, int]]()
+    negated, ranges, written = "", list[tuple[int, int]](), ""
     for kind, value in members:
         match str(kind):
             case "NEGATE":
                 negated = "^"
             case "LITERAL":
                 ranges.append((value, value))
+                written += f"\\U{value:08x}"
             case "RANGE":
                 ranges.append(value)
+                written += f"\\U{value[0]:08x}-\\U{value[1]:08x}"
             case category:
                 assert category == "CATEGORY"
-                ranges += _category(_CATEGORIES[str(value)], flags & re.ASCII)
+                escape = _CATEGORIES[str(value)]
+                ranges += _category(escape, flags & re.ASCII)
+                written += escape
+    if flags & re.IGNORECASE:
+        ranges = _ignoring_case(ranges, f"[{written}]", flags & re.ASCII)
     # No text holds half of a surrogate pair; RE2 knows none either.
     kept = [(a, b) for a, b in ranges if a not in _SURROGATES or b not in _SURROGATES]
     if not kept:
         return "(?s:.)" if negated else r"[^\x00-\x{10ffff}]"
     inside = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in kept)
-    return f"(?i:[{negated}{inside}])" if flags & re.IGNORECASE else f"[{negated}{inside}]"
+    return f"[{negated}{inside}]"
+
+
+def _ignoring_case(ranges: list[tuple[int, int]], written: str, ascii_alone: int) -> list[tuple[int, int]]:
+    """The same set where case is ignored, `written` as Python's. RE2 folds more than Python: `(?ia:s)` is no long s to it."""
+    # Python is asked of what has case alone; it reads no other character differently.
+    found = {ord(m[0]) for m in re.finditer(written, _cased(), re.IGNORECASE | ascii_alone)}
+    kept = list[tuple[int, int]]()
+    at = sorted(map(ord, _cased()))
+    for a, b in ranges:
+        for cut in at[bisect_left(at, a) : bisect_right(at, b)]:
+            if cut not in found:
+                if a < cut:
+                    kept.append((a, cut - 1))
+                a = cut + 1
+        if a <= b:
+            kept.append((a, b))
+    return kept + [(c, c) for c in sorted(found) if not any(a <= c <= b for a, b in ranges)]
+
+
+@cache
+def _cased() -> str:
+    """Every character that another one may stand for where case is ignored."""
+    every = map(chr, range(sys.maxunicode + 1))
+    return "".join(c for c in every if c.lower() != c or c.upper() != c)
 
 
 @cache
