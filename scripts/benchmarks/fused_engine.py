@@ -58,6 +58,8 @@ from slime_tandem.types import JUNIOR, SENIOR, SampleKey
 PROMPT_IDS = 150000
 """Prompts are drawn from the ids below: ordinary tokens of any Qwen vocabulary."""
 CAP = 32
+MESSAGE = 32
+"""Tokens of a second turn's message."""
 NAMES = {"every_step": "fused", "catch_up": "fused, catching up,"}
 """How the rows of the fused engine are called, by its attention."""
 PROFILED_STEPS = 10
@@ -147,6 +149,20 @@ def requests(count: int, rule: HandoffRule | None, length: int, prompt: int) -> 
     return [
         FixedLength(f"r{i}", tuple(rng.randrange(PROMPT_IDS) for _ in range(prompt)), length, handoff=handoffs[i])
         for i in range(count)
+    ]
+
+
+def turns(jobs: list[GenerateRequest], results: list[GenerateResult]) -> list[GenerateRequest]:
+    """The first token of a second turn: the conversation so far and a short message behind it."""
+    rng = random.Random(len(jobs))
+    return [
+        FixedLength(
+            f"t{i}",
+            (*job.input_ids, *result.output_ids, *(rng.randrange(PROMPT_IDS) for _ in range(MESSAGE))),
+            1,
+            handoff=job.handoff,
+        )
+        for i, (job, result) in enumerate(zip(jobs, results, strict=True))
     ]
 
 
@@ -246,6 +262,9 @@ def measure(
                 one = requests(count, now, 1, prompt)
                 row["prefill_s"] = round(asyncio.run(fresh_drive(url, one, concurrency))[0], 3)
                 row["decode_tokens_per_s"] = round((written - count) / (seconds - row["prefill_s"]), 1)
+            if args.second_turn:
+                _, written_last = asyncio.run(fresh_drive(url, jobs, concurrency))
+                row["second_turn_s"] = round(asyncio.run(drive(url, turns(jobs, written_last), concurrency))[0], 3)
             if now is not None:
                 senior = sum(sum(r.authors) for r in results)
                 row |= {"senior_share": round(senior / written, 3), "author_mismatches": mismatches(now, results)}
@@ -399,6 +418,9 @@ def main() -> None:
     parser.add_argument("--profile", type=int, help="profile decode steps at this concurrency")
     parser.add_argument("--profile-prompt", type=int, default=200, help="tokens per prompt while the profiler runs")
     parser.add_argument("--profile-after", type=float, default=1.0, help="seconds until it starts: behind the prefill")
+    parser.add_argument(
+        "--second-turn", action="store_true", help="also time the first token of a second turn of each cell"
+    )
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -36,9 +36,11 @@ def over_seeds(values: Sequence[float]) -> Estimate:
 
 def dose(data: Path) -> str | None:
     """Tandem accuracy after training by the junior's share of the second notation."""
-    rows = [r for r in lines(data / "two_notations.jsonl") if r["seed"] in questions.SEEDS]
-    if not any(r["dose"] for r in rows):
+    rows = lines(data / "two_notations.jsonl")
+    seeds = {r["seed"] for r in rows if r["dose"]}
+    if not seeds:
         return None
+    rows = [r for r in rows if r["seed"] in seeds]
     panels = []
     for title, metric, wanted in (
         ("Tandem accuracy after training", "tandem_accuracy_after", ("tandem + teacher", "solo GRPO")),

@@ -5,7 +5,7 @@
 # local:
 #   SIZE           toy (default; models of 75 to 124 thousand parameters, hours of one core), or ci (models that have learnt nothing, two
 #                  steps: a minute)
-#   SEEDS          default "1 2 3"
+#   SEEDS          default "1 2 3 4 5"
 #   OUT            folder of the lines (default: docs/results/data; SIZE=ci: runs/questions-ci/data)
 #   WORK           models, runs and logs (default: runs/questions; SIZE=ci: runs/questions-ci)
 # slime:
@@ -37,7 +37,7 @@ on_toys() {
   if [[ "$SIZE" == ci ]]; then usual=runs/questions-ci data=runs/questions-ci/data; fi
   local out="${OUT:-$data}" work="${WORK:-$usual}"
   local -a seeds
-  read -r -a seeds <<< "${SEEDS:-1 2 3}"
+  read -r -a seeds <<< "${SEEDS:-1 2 3 4 5}"
   setup_venv base diagnostics
   run "$VENV/bin/python" scripts/experiments/questions.py run --question "$1" --size "$SIZE" --seeds "${seeds[@]}" --out "$out" --work "$work"
   run "$VENV/bin/python" scripts/experiments/questions.py table "$1" "$out"

@@ -18,7 +18,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,13 +27,14 @@ from typing import Any
 
 import numpy as np
 import yaml
+from filelock import FileLock
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain
 from slime_tandem.report.statistics import Estimate, holm, of_runs
 from slime_tandem.types import FloatArray
 
 Changes = Mapping[str, Any]
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
 SELECTORS = ("teachability", "entropy", "random", "divergence")
 SHARES = (0.05, 0.2, 0.1, 0.5)
 """In the order in which they are run."""
@@ -171,9 +173,10 @@ def start_models(case: Case, cache: Path, size: str) -> dict[str, Path]:
     if QUESTIONS[case.question][case.arm].get("same_vocabulary"):
         same = dataclasses.replace(recipe, teacher_tokenizer=recipe.student_tokenizer)
         folder = cache / f"same-{same.key}"
-        if not (folder / "teacher" / "measured.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            make_model("teacher", same, folder, print)
+        with FileLock(cache / "same.lock"):
+            if not (folder / "teacher" / "measured.json").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                make_model("teacher", same, folder, print)
         folders["same"] = folder / "teacher"
     return folders
 
@@ -225,13 +228,28 @@ def run(args: argparse.Namespace) -> None:
     work, out = Path(args.work), Path(args.out)
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    for case in cases(args.question, args.seeds):
-        if (args.arms and case.arm not in args.arms) or (case.arm, case.seed) in read(out, case.question):
-            continue
-        line = train(case, work, args.size)
-        with (out / f"question_{case.question}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print("done:", case.name, flush=True)
+    todo = [
+        case
+        for case in cases(args.question, args.seeds)
+        if (not args.arms or case.arm in args.arms) and (case.arm, case.seed) not in read(out, case.question)
+    ]
+    paths = {case: out / f"question_{case.question}.jsonl" for case in todo}
+    side_by_side(args.jobs, paths, lambda case: train(case, work, args.size))
+
+
+def side_by_side(jobs: int, paths: Mapping[Any, Path], train: Callable[[Any], dict[str, Any]]) -> None:
+    """Train the cases that `paths` names, `jobs` at once in its order; the line of each is added to its file as it ends."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(train, case): case for case in paths}
+        try:
+            for future in as_completed(futures):
+                case, line = futures[future], future.result()
+                with paths[case].open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                print("done:", case.name, flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 # ---- what is made of the lines ----
@@ -397,6 +415,9 @@ def main() -> None:
     doing.add_argument("--work", default="runs/questions", help="models, runs and logs (default: %(default)s)")
     doing.add_argument("--size", choices=("toy", "ci"), default="toy")
     doing.add_argument("--arms", nargs="*", help="these alone (default: all of the question)")
+    doing.add_argument(
+        "--jobs", type=int, default=1, help="trainings at once, each on about a core (default: %(default)s)"
+    )
     listing = commands.add_parser("list")
     for one in (doing, listing):
         one.add_argument("--question", nargs="*", choices=list(QUESTIONS), default=list(QUESTIONS))

@@ -19,14 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
-from questions import student
+from questions import side_by_side, student
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain, sample
 from slime_tandem.models.hf import load_model, load_tokenizer
@@ -178,12 +177,9 @@ def run(args: argparse.Namespace) -> None:
         for case in cases(args.seeds, args.dose_seeds)
         if case not in done and (not args.arms or case.arm in args.arms) and (not doses or case.dose in doses)
     ]
-    with ThreadPoolExecutor(args.jobs) as pool, out.open("a", encoding="utf-8") as file:
-        futures = [pool.submit(train, case, folder, tiny=args.tiny, steps=args.steps) for case in todo]
-        for case, future in zip(todo, futures, strict=True):
-            file.write(json.dumps(future.result()) + "\n")
-            file.flush()
-            print("done:", case.name, flush=True)
+    side_by_side(
+        args.jobs, dict.fromkeys(todo, out), lambda case: train(case, folder, tiny=args.tiny, steps=args.steps)
+    )
 
 
 def interval(values: Sequence[float]) -> str:

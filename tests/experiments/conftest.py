@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +50,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch, forked_servers: None, script: Ca
         module = script(name)
         monkeypatch.setattr(module, "pretrain", make)
         monkeypatch.setattr(module, "subprocess", _Calls(call))
+    # A training handles signals, which the main thread alone may.
+    monkeypatch.setattr(script("questions"), "ThreadPoolExecutor", _AtOnce)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +59,15 @@ class _Calls:
     """In the place of the module `subprocess`."""
 
     run: Callable[..., Any]
+
+
+class _AtOnce(Executor):
+    """In the place of a pool of threads: what is submitted is done before `submit` returns."""
+
+    def __init__(self, jobs: int) -> None:
+        assert jobs >= 1
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
