@@ -106,7 +106,14 @@ def served(
         ]
         command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "16384"]
     else:
-        command += ["--attention-backend", "triton", "--dtype", "bfloat16", "--mem-fraction-static", str(memory)]
+        command += [
+            "--attention-backend",
+            args.solo_attention if override is None else "triton",
+            "--dtype",
+            "bfloat16",
+            "--mem-fraction-static",
+            str(memory),
+        ]
         command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, *_ in args.cells))]
     if override is not None:
         command += ["--json-model-override-args", json.dumps(override)]
@@ -262,13 +269,17 @@ def measure(
                 one = requests(count, now, 1, prompt)
                 row["prefill_s"] = round(asyncio.run(fresh_drive(url, one, concurrency))[0], 3)
                 row["decode_tokens_per_s"] = round((written - count) / (seconds - row["prefill_s"]), 1)
-            if args.second_turn:
-                _, written_last = asyncio.run(fresh_drive(url, jobs, concurrency))
-                row["second_turn_s"] = round(asyncio.run(drive(url, turns(jobs, written_last), concurrency))[0], 3)
             if now is not None:
                 senior = sum(sum(r.authors) for r in results)
                 row |= {"senior_share": round(senior / written, 3), "author_mismatches": mismatches(now, results)}
             keep(args, rows, row)
+        for length, concurrency, count, prompt, repeats in args.second_turns:
+            jobs, took = requests(count, now, length, prompt), list[float]()
+            for _ in range(repeats):
+                _, results = asyncio.run(fresh_drive(url, jobs, concurrency))
+                took.append(asyncio.run(drive(url, turns(jobs, results), concurrency))[0])
+            cell = {"prompt": prompt, "tokens_before": length, "concurrency": concurrency, "requests": count}
+            keep(args, rows, {"engine": name, "second_turn_s": round(statistics.median(took), 3), **cell})
         if args.profile:
             with tempfile.TemporaryDirectory() as folder:
                 jobs = requests(args.profile, now, 1024, args.profile_prompt)
@@ -391,6 +402,21 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
             )
 
 
+def cells_of(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, flag: str, texts: list[str]
+) -> list[tuple[int, int, int, int, int]]:
+    """(new tokens, at once, requests, tokens of a prompt, repeats) of each."""
+    pattern = r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?(?::([1-9]\d*))?(?:/([1-9]\d*))?"
+    found = [(text, re.fullmatch(pattern, text)) for text in texts]
+    if no_cell := [text for text, match in found if match is None]:
+        parser.error(f"{flag} {no_cell[0]}: expected TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], all above 0")
+    cells = [[int(x or 0) for x in match.groups()] for _, match in found if match]
+    return [
+        (new, at_once, at_once * (rounds or 1), prompt or args.prompt, repeats or args.repeats)
+        for new, at_once, rounds, prompt, repeats in cells
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with Qwen's tokenizer files")
@@ -419,9 +445,10 @@ def main() -> None:
     parser.add_argument("--profile-prompt", type=int, default=200, help="tokens per prompt while the profiler runs")
     parser.add_argument("--profile-after", type=float, default=1.0, help="seconds until it starts: behind the prefill")
     parser.add_argument(
-        "--second-turn", action="store_true", help="also time the first token of a second turn of each cell"
+        "--second-turns", nargs="*", default=[], help="cells: also time the first token of a turn behind such responses"
     )
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
+    parser.add_argument("--solo-attention", default="triton", help="SGLang's attention backend of the solo engines")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--start-timeout", type=float, default=400.0)
@@ -440,18 +467,9 @@ def main() -> None:
         parser.error(f"--sglang-python {args.sglang_python}: expected an interpreter that can be run")
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
+    args.second_turns = cells_of(parser, args, "--second-turns", args.second_turns)
     if args.cells:
-        found = [
-            (cell, re.fullmatch(r"([1-9]\d*)@([1-9]\d*)(?:x([1-9]\d*))?(?::([1-9]\d*))?(?:/([1-9]\d*))?", cell))
-            for cell in args.cells
-        ]
-        if no_cell := [cell for cell, match in found if match is None]:
-            parser.error(f"--cells {no_cell[0]}: expected TOKENS@CONCURRENCY[xROUNDS][:PROMPT][/REPEATS], all above 0")
-        cells = [[int(x or 0) for x in match.groups()] for _, match in found if match]
-        args.cells = [
-            (new, at_once, at_once * (rounds or 1), prompt or args.prompt, repeats or args.repeats)
-            for new, at_once, rounds, prompt, repeats in cells
-        ]
+        args.cells = cells_of(parser, args, "--cells", args.cells)
     else:
         args.cells = [
             (new, n, n * args.rounds, args.prompt, args.repeats) for new in args.new for n in args.concurrency

@@ -85,7 +85,9 @@ class Sampler:
             self._cpu()
 
     def _memory(self) -> None:
-        asked = ["nvidia-smi", "--format=csv,noheader,nounits"]
+        # Another run may have the machine's other cards.
+        cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+        asked = ["nvidia-smi", "--format=csv,noheader,nounits", *(("-i", cards) if cards else ())]
         for query, keep in (("--query-compute-apps=pid,used_memory", True), ("--query-gpu=memory.used", False)):
             try:
                 out = subprocess.run([*asked, query], capture_output=True, text=True, timeout=10, check=True).stdout
@@ -102,11 +104,22 @@ class Sampler:
     def _cpu(self) -> None:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if path.read_bytes().startswith(b"ray::RolloutManager"):
+                if path.read_bytes().startswith(b"ray::RolloutManager") and _is_ours(path.parent.name):
                     fields = (path.parent / "stat").read_text().rpartition(")")[2].split()
                     self.manager_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             except OSError:
                 continue
+
+
+def _is_ours(pid: str) -> bool:
+    """Whether this program started it, through others."""
+    while pid not in ("0", "1", str(os.getpid())):
+        pid = _parent(pid)
+    return pid == str(os.getpid())
+
+
+def _parent(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
 
 
 def _name(pid: str) -> str:
@@ -115,7 +128,7 @@ def _name(pid: str) -> str:
     while at not in ("0", "1") and len(commands) < 6:
         try:
             commands.append(Path(f"/proc/{at}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            at = Path(f"/proc/{at}/stat").read_text().rpartition(")")[2].split()[1]
+            at = _parent(at)
         except OSError:
             break
     for command in commands:
