@@ -97,8 +97,7 @@ class Sampler:
                 fields = [f.strip() for f in line.split(",")]
                 if not keep:
                     self.total = max(self.total, int(fields[0]))
-                elif fields[-1].isdigit():
-                    name = _name(fields[0])
+                elif fields[-1].isdigit() and (name := _name(fields[0])):
                     self.peaks[name] = max(self.peaks.get(name, 0), int(fields[-1]))
 
     def _cpu(self) -> None:
@@ -122,8 +121,11 @@ def _parent(pid: str) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
 
 
-def _name(pid: str) -> str:
-    """Whose process it is. SGLang renames its own, so that the command of one of its parents says whose model it serves."""
+def _name(pid: str) -> str | None:
+    """Whose process it is, None of one that has ended.
+
+    SGLang renames its own, so that the command of one of its parents says whose model it serves.
+    """
     at, commands = pid, []
     while at not in ("0", "1") and len(commands) < 6:
         try:
@@ -142,7 +144,7 @@ def _name(pid: str) -> str:
     ):
         if any(part in command for command in commands[:2]):
             return name
-    return "other"
+    return "other" if commands else None
 
 
 def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -166,11 +168,11 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
     import report
 
     log = work / "train.log"
-    steps = report.read(log)[0] if log.exists() else {}
+    steps, _, (_, retries) = report.read(log) if log.exists() else ({}, [], (0, 0))
     kept = [steps[k] for k in sorted(steps) if k >= a.warmup and "perf/step_time" in steps[k]]
     row: dict[str, Any] = {
         "run": name, "code": code, "seconds": round(time.monotonic() - t0), "steps": len(kept), "memory_mib": sampler.peaks,
-        "memory_total_mib": sampler.total, "manager_cpu_s": round(sampler.manager_cpu, 1),
+        "memory_total_mib": sampler.total, "retries": retries, "manager_cpu_s": round(sampler.manager_cpu, 1),
         **{head: statistics.median(v) if (v := [s[key] for s in kept if key in s]) else None for head, key in PHASES.items()},
         "first rollout s": steps.get(0, {}).get("perf/rollout_time"),
         "every_step": {k: {n: v for n, v in s.items() if isinstance(v, (int, float))} for k, s in steps.items()},
@@ -192,7 +194,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = ["" if row[h] is None else f"{row[h]:.3g}" for h in heads]
         memory = ", ".join(f"{k} {v / 1024:.1f}" for k, v in sorted(row["memory_mib"].items()))
         total = f"{row['memory_total_mib'] / 1024:.1f} in all"
-        lines.append(f"| {row['run']} | {row['steps']} | " + " | ".join(cells) + f" | {total}: {memory} |")
+        full = f"; full {row['retries']} times" if row.get("retries") else ""
+        lines.append(f"| {row['run']} | {row['steps']} | " + " | ".join(cells) + f" | {total}: {memory}{full} |")
     return "\n".join(lines)
 
 

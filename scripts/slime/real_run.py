@@ -340,7 +340,10 @@ def main():
     try:
         for server in servers.values():
             server.launch()
-        if a.embedded:  # their ports are known when they are up
+        # Embedded: their ports are known when they are up. On a GPU: SGLang sizes its pool by what is free before and after it
+        # loads weights, and a trainer that starts meanwhile takes from the same card.
+        waited = a.embedded or not a.cpu
+        if waited:
             wait_for(servers, t0)
         config = a.work / "tandem.yaml"
         section = settings(a, {name: s.url for name, s in servers.items()})
@@ -363,7 +366,7 @@ def main():
         with log.open("ab") as out:
             train = subprocess.Popen([*start, *flags], cwd=a.slime, env=env, stdout=out, stderr=out)
             try:
-                if not a.embedded:  # slime starts its own engine meanwhile, which takes as long
+                if not waited:  # slime starts its own engine meanwhile, which takes as long
                     wait_for(servers, t0)
                 code = train.wait(timeout=a.limit)
             except subprocess.TimeoutExpired:

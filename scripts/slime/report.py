@@ -14,7 +14,9 @@ from pathlib import Path
 
 _LINE = re.compile(r"(?:- |\] )(slime_tandem|rollout|step|perf|eval) (\d+): (\{.*\})")
 _SENT = re.compile(r"slime_tandem channels sent (\d+): samples (\d+) check-sum (\w+)")
-_RECEIVED = re.compile(r"slime_tandem channels received: tokens (\d+) check-sum (\w+)(?: peak (\d+) bytes)?")
+_RECEIVED = re.compile(
+    r"slime_tandem channels received: tokens (\d+) check-sum (\w+)(?: peak (\d+) bytes(?:, (\d+) retries)?)?"
+)
 _COLUMNS = {
     "reward": "rollout/reward_mean", "senior": "tandem/senior_token_fraction", "teacher KL": "opd/teacher_kl",
     "coverage": "opd/coverage", "kept": "selection/keep_ratio", "loss": "train/loss", "pg": "train/pg_loss",
@@ -24,11 +26,11 @@ _COLUMNS = {
 
 
 def read(log):
-    """({rollout: {metric: value}}, [(rollout, sent, received, tokens)], peak bytes of a trainer rank) of a log.
+    """({rollout: {metric: value}}, [(rollout, sent, received, tokens)], (peak bytes, retries) of a trainer rank) of a log.
 
     A resumed run's lines come later and count; ranks that received the same are listed once.
     """
-    steps, sums, sent, peak = {}, [], {}, 0
+    steps, sums, sent, peak, retries = {}, [], {}, 0, 0
     for line in log.read_text(errors="replace").splitlines():
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
         if found := _SENT.search(line):
@@ -37,7 +39,7 @@ def read(log):
             # train_async.py sends the next rollout before this one is trained on: they are known by their sums.
             number = sent.get(found[2], last)
             row = (number, found[2] if found[2] in sent else "none", found[2], int(found[1]))
-            peak = max(peak, int(found[3] or 0))
+            peak, retries = max(peak, int(found[3] or 0)), max(retries, int(found[4] or 0))
             if row not in sums:
                 sums.append(row)
         elif found := _LINE.search(line):
@@ -49,7 +51,7 @@ def read(log):
             if kind == "step":  # optimizer steps of one rollout share its row: the last one counts
                 number = sums[-1][0] if sums else number
             steps.setdefault(number, {}).update(values)
-    return steps, sums, peak
+    return steps, sums, (peak, retries)
 
 
 def main():
@@ -57,7 +59,7 @@ def main():
     parser.add_argument("work", type=Path)
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
-    steps, sums, peak = read(a.work / "train.log")
+    steps, sums, (peak, retries) = read(a.work / "train.log")
     print("| step | " + " | ".join(_COLUMNS) + " |\n|" + "---|" * (len(_COLUMNS) + 1))
     for number in sorted(steps):
         cells = [steps[number].get(name) for name in _COLUMNS.values()]
@@ -67,12 +69,16 @@ def main():
     print(f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {example}")
     if peak:
         print(f"peak memory of a trainer rank before the last rollout: {peak / 2**30:.2f} GiB")
+    if retries:
+        print(f"the card was full {retries} times: the allocator gave its cache back, and steps took longer for it")
     for number in sorted(steps):
         eval_ = {k: v for k, v in steps[number].items() if k.startswith("eval/") and k.count("/") == 1}
         if eval_:
             print(f"evaluation before rollout {number}: {eval_}")
     if a.json is not None:
-        a.json.write_text(json.dumps({"steps": steps, "check_sums": sums, "peak_bytes": peak}, indent=1))
+        a.json.write_text(
+            json.dumps({"steps": steps, "check_sums": sums, "peak_bytes": peak, "retries": retries}, indent=1)
+        )
     return 0 if sums and same == len(sums) else 1
 
 

@@ -43,7 +43,7 @@ class EngineConfig(Section):
         "(docs/fused.md); the teacher keeps a server of its own",
     )
     fused_attention: Literal["every_step", "catch_up"] = Field(
-        "every_step",
+        "catch_up",
         description="mode fused: catch_up: a model reads a sequence's KV when it writes it, and catches up in the same read "
         "on what the other one wrote; every_step: both models read every sequence in every step (docs/fused.md says where "
         "which pays)",

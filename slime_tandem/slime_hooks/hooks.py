@@ -406,6 +406,7 @@ def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> st
     """The check-sum over all ranks, to be compared with the one that the rollout manager logged, and this rank's memory.
 
     The memory is what tensors have taken at most since the process began, in bytes: of the steps before this rollout's.
+    `retries`: how often the allocator found the card full and gave its cache back, which makes steps several times as long.
     """
     from megatron.core import mpu
 
@@ -414,7 +415,11 @@ def _received(channels: Sequence[Tensor], rollout_data: Mapping[str, Any]) -> st
     sums: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(sums, (mine, sum(len(c) for c in channels)), group=group)
     total = sum(s for s, _ in sums) % 2**64
-    return f"tokens {sum(n for _, n in sums)} check-sum {total:016x} peak {torch.cuda.max_memory_allocated()} bytes"
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
+    return (
+        f"tokens {sum(n for _, n in sums)} check-sum {total:016x} peak {torch.cuda.max_memory_allocated()} bytes, "
+        f"{retries} retries"
+    )
 
 
 def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
