@@ -29,6 +29,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
 from slime_tandem.report.metrics import Row, check_row, part_metric
+from slime_tandem.report.teachers import TEACHERS, EvaluationTeachers, teacher_kls, teacher_metric
 from slime_tandem.report.trackers import Trackers
 from slime_tandem.types import ScoredSample
 
@@ -66,7 +67,7 @@ class TranscriptToken:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One response as the report shows it."""
+    """One response as the report shows it. `reward` None: it failed, or (`unasked`) there is none to be found."""
 
     prompt: str
     label: str | None
@@ -75,6 +76,7 @@ class Transcript:
     finish_reason: str
     tokens: tuple[TranscriptToken, ...]
     parts: Mapping[str, float] = field(default_factory=dict)
+    unasked: bool = False
 
 
 def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
@@ -92,7 +94,8 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     tokens = tuple(
         TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
-    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens, scored.parts)
+    about = (prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+    return Transcript(*about, scored.parts, scored.unasked)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -245,20 +248,26 @@ class RunWriter:
             self._report(step, {part_metric(room, r["task"], r["part"]): r["mean"] for r in records})
 
     def write_eval(
-        self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
+        self,
+        step: int,
+        phase: EvalPhase,
+        row: Row,
+        right: Mapping[str, Sequence[float | None]] | None = None,
+        teachers: EvaluationTeachers | None = None,
     ) -> None:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
 
-        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals.
+        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals;
+        `teachers`: what the KL to each is made of. The trackers get each teacher's KL, where there are several.
         """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(
-            self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
-        )
+        beside: dict[str, Any] = {} if right is None else {RIGHT: dict(right)}
+        beside |= {} if teachers is None else {TEACHERS: teachers}
+        self._append(self._evals, [{"step": step, "phase": phase, **row, **beside}])
         self._seen.add((step, phase))
-        self._report(step, row)
+        self._report(step, {**row, **{teacher_metric(name): kl for name, kl in teacher_kls(beside).items()}})
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
         """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.
@@ -374,6 +383,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
         for k in t.tokens
     ]
     head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward, "parts": dict(t.parts)}
+    head |= {"unasked": True} if t.unasked else {}
     return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
 
 
