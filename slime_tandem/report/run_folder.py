@@ -28,9 +28,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
-from slime_tandem.report.metrics import Row, check_row, part_metric
+from slime_tandem.report.metrics import Row, check_row, part_metric, reward_metric
 from slime_tandem.report.teachers import TEACHERS, EvaluationTeachers, teacher_kls, teacher_metric
-from slime_tandem.report.trackers import Trackers
+from slime_tandem.report.trackers import Histogram, Trackers
 from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
@@ -230,10 +230,14 @@ class RunWriter:
         self._report(step, row)
 
     def write_rewards(self, step: int, histograms: Sequence[Mapping[str, Any]]) -> None:
-        """Append a step's `objective.advantages.reward_histograms`, one row per task tag; TensorBoard gets them, too."""
+        """Append a step's `objective.advantages.reward_histograms`, one row per task tag; the trackers get the
+        histograms, too."""
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         if self._events is not None:
             self._events.histograms(step, histograms)
+        if self._trackers is not None and histograms:
+            drawn = {reward_metric(h["task"]): Histogram(tuple(h["counts"]), tuple(h["edges"])) for h in histograms}
+            self._trackers.log(step, drawn)
 
     def write_parts(self, step: int, phase: Literal["train", "eval"], records: Sequence[Mapping[str, Any]]) -> None:
         """Append what `training.metrics.part_means` found of a step; those of an evaluation replace the ones of the same step.
@@ -341,7 +345,7 @@ class _EventFile:
         """One event with a histogram of the rewards of each task."""
         values = [
             summary_pb2.Summary.Value(
-                tag=f"rollout/reward/{r['task']}",
+                tag=reward_metric(r["task"]),
                 histo=summary_pb2.HistogramProto(
                     min=r["min"],
                     max=r["max"],

@@ -148,7 +148,8 @@ def test_bad_rewards_of_every_kind_in_a_run_that_ends_well(
     assert evals[0]["eval/reward_mean"] > 0
     said = capfd.readouterr().err
     assert "responses have no reward" in said
-    assert "RuntimeError: bad text" in said
+    assert f"{module}:raises (tasks.0.reward) raised: RuntimeError: bad text" in said
+    assert "run: rollout of step 0: " in said
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,11 @@ def test_a_reward_that_always_fails_is_refused_at_once(
     trio: Any, tmp_path: Path, module: str, reward: str, why: str
 ) -> None:
     c = config(trio, tmp_path, f"{module}:{reward}", reward={"own_timeout_s": 0.5})
-    with pytest.raises(DataError, match=r"responses without a reward='12 of 12': expected a reward for some") as caught:
+    with pytest.raises(DataError, match=r"'12 of 12': expected a reward for some") as caught:
         train(c)
+    phase = "run: evaluation before training, step 0: solo responses to 12 held-out prompts"
+    assert caught.value.field == f"responses without a reward ({phase})"
+    assert caught.value.detail.startswith(f"{module}:{reward} (tasks.0.reward) ")
     assert why in str(caught.value)
 
 
