@@ -332,18 +332,19 @@ def _measured(config: RunConfig, run: RunPart) -> tuple[str, str]:
 
 
 class _Change(NamedTuple):
-    """Of a metric between two evaluations of the same prompts: its interval (None: not known), whether it is paired, over how
-    many prompts."""
+    """Of a metric between two evaluations of the same prompts: its interval (None: not known, and `why`), whether it is paired,
+    over how many prompts."""
 
     low: float | None
     high: float | None
     paired: bool
     prompts: int
+    why: str | None = None
 
     @property
     def words(self) -> str:
         if self.low is None or self.high is None:
-            return "no interval: the rows do not have it prompt by prompt"
+            return f"no interval: {self.why}"
         return (
             f"95% interval {self.low:+.3f} to {self.high:+.3f}{', paired by prompt' if self.paired else ', not paired'}"
         )
@@ -364,7 +365,9 @@ def _interval(metric: str, n: int, before: Mapping[str, Any] | None, after: Mapp
     assert after is not None
     if metric == _KL:
         found = kl_change(before, after)
-        return _Change(None, None, False, n) if found is None else _Change(found.low, found.high, True, n)
+        if found is None:
+            return _Change(None, None, False, n, "the rows do not have it prompt by prompt")
+        return _Change(found.low, found.high, True, n, found.reason)
     first, second = (row.get(RIGHT, {}).get(metric, ()) for row in (before, after))
     if first and len(first) == len(second):
         pairs = [b - a for a, b in zip(first, second, strict=True) if a is not None and b is not None]

@@ -65,7 +65,8 @@ def kl_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Estimate |
     sides = [row.get(TEACHERS, {}).get("all") for row in (before, after)]
     if None in sides or len({len(side["tokens"]) for side in sides}) > 1:
         return None
-    ratios = [Ratio(np.array(side["kl_sums"], np.float64), np.array(side["tokens"], np.float64)) for side in sides]
+    zero = "no token has a teacher's log-prob"
+    ratios = [Ratio(np.array(side["kl_sums"], np.float64), np.array(side["tokens"], np.float64), zero) for side in sides]
     return ratio_difference(*ratios, resamples=_RESAMPLES, seed=0)
 
 

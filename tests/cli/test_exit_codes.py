@@ -82,4 +82,4 @@ def scored_finding() -> Finding:
     """Of four responses that are all worth the same."""
     from slime_tandem.config import RunConfig
 
-    return reward_signal([scored(0.0) for _ in range(4)], RunConfig().tasks)
+    return reward_signal([scored((1, 2), (1, 1)) for _ in range(4)], RunConfig().tasks)

@@ -29,7 +29,7 @@ OF_REWARDS = ("eval/solo_accuracy", "eval/tandem_accuracy", "eval/handoff_retent
 def tree(trio: Any, side_url: Any, forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Settings of a run of two steps on prompts without labels, under two teachers."""
     folder = tmp_path_factory.mktemp("label-free")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"tell me of {i}"}) + "\n" for i in range(80)))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"tell me of {i}"}) + "\n" for i in range(240)))
     with ThreadServer(trio.senior) as senior:
         urls = {"senior_url": senior.url, "junior_url": side_url("junior")}
         teachers = [{"name": name, "model": str(trio.teacher), "url": side_url("teacher")} for name in ("ant", "bee")]
@@ -39,11 +39,11 @@ def tree(trio: Any, side_url: Any, forked_servers: None, tmp_path_factory: pytes
             "tasks": [{"family": "jsonl", "path": str(folder / "prompts.jsonl")}],
             "models": {role: str(getattr(trio, role)) for role in ("senior", "junior")},
             "engine": {"cache_tokens": 4096, **urls},
-            "sampling": {"max_new_tokens": 10},
+            "sampling": {"max_new_tokens": 16},
             "objective": {"reward_coef": 0, "kl_coef": 0.1},
             "opd": {"teachers": teachers},
             "train": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "threads": 1},
-            "eval": {"prompts": 4, "chains": 2},
+            "eval": {"prompts": 12, "chains": 2},
         }
 
 
@@ -91,7 +91,7 @@ def test_the_verdict_is_the_teachers(ran: Any) -> None:
     assert verdict["low"] <= verdict["after"] - verdict["before"] <= verdict["high"]
     assert verdict["paired"]
     assert verdict["learned"] is (verdict["high"] < 0)
-    assert "KL to the teachers on 4 held-out prompts" in verdict["text"]
+    assert "KL to the teachers on 12 held-out prompts" in verdict["text"]
     assert set(summary["run"]["teachers"]) == {"ant", "bee"}
 
 
@@ -117,8 +117,7 @@ def test_the_report_and_the_live_page_show_neither(ran: Any) -> None:
     live = LivePage(folder)
     live.refresh()
     for page in ((folder / "report.html").read_text(), live.whole("x")):
-        shown = page.split("<body", 1)[1].split("<script", 1)[0].split('id="h-settings"')[0]
-        shown = shown.split("Settings")[0]
+        shown = page.split("<main", 1)[1].split('id="h-config"')[0]
         without_rewards(shown)
         for word in ("Teacher KL: ant", "Teacher KL: bee", "Did it learn?"):
             assert word in shown
