@@ -66,7 +66,9 @@ def kl_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Estimate |
     if None in sides or len({len(side["tokens"]) for side in sides}) > 1:
         return None
     zero = "no token has a teacher's log-prob"
-    ratios = [Ratio(np.array(side["kl_sums"], np.float64), np.array(side["tokens"], np.float64), zero) for side in sides]
+    ratios = [
+        Ratio(np.array(side["kl_sums"], np.float64), np.array(side["tokens"], np.float64), zero) for side in sides
+    ]
     return ratio_difference(*ratios, resamples=_RESAMPLES, seed=0)
 
 

@@ -42,7 +42,11 @@ def test_help_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_page_and_no_text_tells_another_code() -> None:
-    pages = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "slime_tandem/cli").glob("*.py"))]
+    pages = [
+        REPO / "README.md",
+        *sorted((REPO / "docs").rglob("*.md")),
+        *sorted((REPO / "slime_tandem/cli").glob("*.py")),
+    ]
     found = {
         (path.name, int(next(filter(None, groups))))
         for path in pages
@@ -57,7 +61,10 @@ def test_every_code_that_commands_return_is_in_the_table() -> None:
     """`run` of a command returns 0, a name of the table, or a child's code (`convert`)."""
     returned = set()
     for path in sorted((REPO / "slime_tandem/cli").glob("*.py")):
-        returned |= {(path.name, int(code)) for code in re.findall(r"\breturn (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)}
+        returned |= {
+            (path.name, int(code))
+            for code in re.findall(r"\breturn (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        }
     assert {code for _, code in returned} <= set(EXIT_CODES)
     numbers = {name for name, code in returned if code != 0}
     assert not numbers - {"completion.py"}, "a code has a name"

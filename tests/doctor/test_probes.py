@@ -163,7 +163,7 @@ def test_an_error_with_a_remedy_is_a_finding() -> None:
 
     finding = attempt("tokenizer", broken)
     assert finding == Finding(
-        "tokenizer", "fail", "models.junior='x': expected the senior's tokenizer.", "use another."
+        "tokenizer", "fail", "models.junior='x': expected X
     )
     assert not probes.all_passed([finding])
     assert probes.all_passed([replace(finding, status=s) for s in ("pass", "warn", "skip")])  # type: ignore[arg-type]

@@ -92,7 +92,10 @@ def histograms(key: str, kind: str) -> list[dict[str, Any]]:
     """What the run wrote of its rewards, in the form of a tracker."""
     return [
         {"step": step}
-        | {f"rollout/reward/{h['task']}": {key: kind, "values": h["counts"], "bins": h["edges"]} for h in tracked.rewards(step)}
+        | {
+            f"rollout/reward/{h['task']}": {key: kind, "values": h["counts"], "bins": h["edges"]}
+            for h in tracked.rewards(step)
+        }
         for step in (0, 1, 2, 2, 3, 4)
     ]
 
@@ -104,7 +107,12 @@ def test_an_offline_run_of_weights_and_biases_is_read_back(run: tuple[Path, Path
     (first, rows), (second, more) = map(wandb_run, files)
     drawn, plain = split(rows + more)
     assert plain == sent(folder)
-    assert drawn == histograms("_type", "histogram")
+    nested = [
+        {f"{name}/{key}": value for name, parts in row.items() if name != "step" for key, value in parts.items()}
+        for row in histograms("_type", "histogram")
+    ]
+    assert [{k: v for k, v in row.items() if k != "step"} for row in drawn] == nested, "W&B keeps their parts by key"
+    assert [row["step"] for row in drawn] == [0, 1, 2, 2, 3, 4]
     assert len({frozenset(row) for row in plain}) == 2, "the keys of a step, and those of an evaluation"
     ids = {about.run_id for about in (first, second)}
     assert ids == {json.loads((folder / "trackers.json").read_text())["run_id"]}

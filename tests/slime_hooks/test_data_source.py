@@ -87,13 +87,17 @@ def test_the_same_file_goes_on(source: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("new", ['{"prompt": "a"}\n{"prompt": "B"}\n', '{"prompt": "a"}\n', "", OLD.replace("a", "c") + OLD])
+@pytest.mark.parametrize(
+    "new", ['{"prompt": "a"}\n{"prompt": "B"}\n', '{"prompt": "a"}\n', "", OLD.replace("a", "c") + OLD]
+)
 def test_another_file_is_refused_with_a_remedy(source: Any, tmp_path: Path, new: str, shuffle: bool) -> None:
     (tmp_path / "prompts.jsonl").write_text(OLD)
     saved(source, tmp_path, rollout_shuffle=shuffle)
     (tmp_path / "prompts.jsonl").write_text(new)
     again = source(arguments(tmp_path, rollout_shuffle=shuffle))
-    with pytest.raises(DataError, match=rf"^--prompt-data='{tmp_path}/prompts.jsonl': .*32 bytes with SHA-256") as refused:
+    with pytest.raises(
+        DataError, match=rf"^--prompt-data='{tmp_path}/prompts.jsonl': .*32 bytes with SHA-256"
+    ) as refused:
         again.load(3)
     assert refused.value.remedy.startswith("restore the file, or start anew in another --save")
 

@@ -137,7 +137,8 @@ def test_a_rollout_of_failures_and_slimes_own_mean_are_refused(sample_class: Any
     with pytest.raises(DataError, match="3 of 3"):
         hooks.reward_post_process(args, samples)
     with pytest.raises(
-        DataError, match=r"reward of sample 4='none \(.*:parts \(tasks.0.reward\) raised.*slime's own advantages would count it as 0"
+        DataError,
+        match=r"reward of sample 4='none \(.*:parts \(tasks.0.reward\) raised.*slime's own advantages would count it as 0",
     ):
         asyncio.run(rewarded(own("parts", custom_reward_post_process_path=None), [finished(sample_class, 4, "bad")]))
     with pytest.raises(DataError, match=r"reward of sample 4=.*expected a number"):
@@ -167,7 +168,9 @@ def test_without_labels_there_is_no_reward_and_the_teachers_are_the_evaluation(
 
     monkeypatch.setattr(hooks.runtime, "current", current)
     args = Namespace(logged_rollout_id=0, custom_reward_post_process_path="ours")
-    settings.use(args, RunConfig.load(overrides=["objective.reward_coef=0", "opd.enabled=true", "tandem.enabled=false"]))
+    settings.use(
+        args, RunConfig.load(overrides=["objective.reward_coef=0", "opd.enabled=true", "tandem.enabled=false"])
+    )
     bare, labelled = (finished(sample_class, i, "<answer>yes</answer>") for i in (0, 1))
     bare.label = None
     for sample in (bare, labelled):

@@ -174,7 +174,10 @@ def test_a_launch_that_goes_on_is_the_same_run_of_weights_and_biases(
     again.write()
     other = plan(config.model_copy(update={"name": "other"}), tmp_path / "launch")
     assert other.environment["WANDB_RUN_ID"] != made
-    assert "WANDB_RUN_ID" not in plan(config.model_copy(update={"report_to": ("tensorboard",)}), tmp_path / "l").environment
+    assert (
+        "WANDB_RUN_ID"
+        not in plan(config.model_copy(update={"report_to": ("tensorboard",)}), tmp_path / "l").environment
+    )
     monkeypatch.setenv("WANDB_RUN_ID", "theirs")
     assert "WANDB_RUN_ID" not in plan(config, tmp_path / "launch").environment, "what the user says comes first"
     (tmp_path / "runs" / "mine" / "trackers.json").write_text("{")
@@ -219,4 +222,3 @@ def test_slimes_own_primary_takes_the_id_from_the_environment_and_not_from_its_f
         )  # fmt: skip
         assert done.stdout.split()[-1] == "abcd1234"
     assert len(list((tmp_path / "wandb").glob("offline-run-*-abcd1234"))) == 2
-

@@ -276,8 +276,12 @@ def test_each_way_to_go_wrong_has_its_kind_and_no_neighbour(module: Module) -> N
     with pytest.raises(DataError, match=r"\(step 3\)='12 of 25': expected a reward for each"):
         require_some(found, "stop", "step 3")
     with pytest.raises(DataError, match="'2 of 2': expected a reward for some") as caught:
-        require_some([*found[1:4:2], Verdict(None)], "mask", "step 3")  # one without a reward to be found is none of them
-    assert caught.value.detail.splitlines()[0] == rf"{who} raised: RuntimeError: no \x1b[2J such file", "the first error"
+        require_some(
+            [*found[1:4:2], Verdict(None)], "mask", "step 3"
+        )  # one without a reward to be found is none of them
+    assert caught.value.detail.splitlines()[0] == rf"{who} raised: RuntimeError: no \x1b[2J such file", (
+        "the first error"
+    )
     assert require_some([Verdict(None)] * 3, "stop", "x") is None
 
 
