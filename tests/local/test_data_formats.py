@@ -1,4 +1,4 @@
-"""A run on each format of data: the same rows give the same prompts in the same order with the same rewards, whatever holds them."""
+"""A run on each format of data: the same rows give the same prompts in the same order with the same rewards."""
 
 from __future__ import annotations
 

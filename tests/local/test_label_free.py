@@ -18,7 +18,7 @@ from slime_tandem.local.run import train
 from slime_tandem.report.comparison import suite_table, write_suite
 from slime_tandem.report.console import final_table
 from slime_tandem.report.progress import RunProgress
-from slime_tandem.report.summary import Summary, verdict_lines
+from slime_tandem.report.summary import Summary
 
 from ..in_process import ThreadServer
 

@@ -217,7 +217,7 @@ def test_distillation_needs_no_labels_and_labels_that_are_there_count(tmp_path: 
     assert {None, 1.0} == set(rewards)
     assert not any(v.failed for v in tasks.verdicts([(p, "") for p in prompts]))
     bare = next(p for p in prompts if p.label is None)
-    with pytest.raises(DataError, match="label of prompt .*give it one"):
+    with pytest.raises(DataError, match=r"label of prompt .*give it one"):
         tasks.reward(bare, "4")
 
 
