@@ -352,13 +352,17 @@ class AlignedScores:
         }
 
 
+CORRECT = "correct"
+"""The part of a reward that says whether a response is right."""
+
+
 def is_right(reward: float | None, parts: Mapping[str, float]) -> bool:
     """What accuracies count: a part called `correct` if there is one, else the reward, of `RIGHT_REWARD` or more.
 
     >>> is_right(1.0, {}), is_right(1.2, {"correct": 0.0, "brief": 1.2}), is_right(None, {})
     (True, False, False)
     """
-    value = parts.get("correct", reward)
+    value = parts.get(CORRECT, reward)
     return value is not None and value >= RIGHT_REWARD
 
 

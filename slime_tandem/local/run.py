@@ -537,7 +537,7 @@ def _evaluate(
     progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
     name = f"{arm.name}: evaluation {when}" + ("" if phase == "during" else f", step {step}")
     found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, when=name, told=progress.part)
-    writer.write_eval(step, phase, found.metrics, found.right, found.teachers)
+    writer.write_eval(step, phase, found.metrics, found.right, found.teachers, found.rewards)
     writer.write_parts(step, "eval", part_means(found.samples))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 

@@ -38,6 +38,9 @@ EvalPhase = Literal["before", "during", "after"]
 RIGHT = "right"
 """What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
 
+REWARDS = "rewards"
+"""The same for the mean reward of each held-out prompt, where rewards are own numbers that say nothing of right and wrong."""
+
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
 _FREE_ON_RESUME = (
     "name",
@@ -258,17 +261,20 @@ class RunWriter:
         row: Row,
         right: Mapping[str, Sequence[float | None]] | None = None,
         teachers: EvaluationTeachers | None = None,
+        rewards: Sequence[float | None] | None = None,
     ) -> None:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
 
         `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals;
-        `teachers`: what the KL to each is made of. The trackers get each teacher's KL, where there are several.
+        `teachers`: what the KL to each is made of; `rewards`: of each prompt, where nothing says which were right. The trackers
+        get each teacher's KL, where there are several.
         """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
         beside: dict[str, Any] = {} if right is None else {RIGHT: dict(right)}
         beside |= {} if teachers is None else {TEACHERS: teachers}
+        beside |= {} if rewards is None else {REWARDS: list(rewards)}
         self._append(self._evals, [{"step": step, "phase": phase, **row, **beside}])
         self._seen.add((step, phase))
         self._report(step, {**row, **{teacher_metric(name): kl for name, kl in teacher_kls(beside).items()}})

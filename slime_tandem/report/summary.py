@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypedDict
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
 from slime_tandem.report.metrics import METRICS, Row, Scope, row_keys
-from slime_tandem.report.run_folder import RIGHT, disk_errors, read_rows
-from slime_tandem.report.statistics import difference_interval, paired_interval
+from slime_tandem.report.run_folder import REWARDS, RIGHT, disk_errors, read_rows
+from slime_tandem.report.statistics import difference_interval, mean_interval, paired_interval
 from slime_tandem.report.teachers import TEACHERS, is_teachers, kl_change, teacher_kls
 
 CONTROL_LABEL = "solo control"
@@ -67,8 +67,9 @@ class Comparison(TypedDict):
 class Verdict(TypedDict):
     """Did it learn? `learned` is None when there is no evaluation before and after. Intervals are at level 0.95.
 
-    `metric`: an accuracy, or `eval/teacher_kl` where no held-out prompt has a reward. `low`, `high` are of `after - before`;
-    `paired`: by prompt (`report.statistics.paired_interval`; of a KL `ratio_difference`), else as of other prompts.
+    `metric`: an accuracy; `eval/reward_mean` where rewards are own numbers, of which none is called `correct`;
+    `eval/teacher_kl` where no held-out prompt has a reward. `low`, `high` are of `after - before`; `paired`: by prompt
+    (`report.statistics`: `paired_interval`, `mean_interval`, `ratio_difference`), else as of other prompts.
     """
 
     learned: bool | None
@@ -155,6 +156,7 @@ def checked_row(path: Path, scope: Scope, row: Mapping[str, Any]) -> Mapping[str
     wrong = [n for n in row_keys(scope) if n not in row or not _is_value(row[n], fraction=_is_fraction(n))]
     wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
     wrong += [RIGHT] if scope == "eval" and not _is_right(row.get(RIGHT, {})) else []
+    wrong += [REWARDS] if scope == "eval" and not _are_values(row.get(REWARDS, [])) else []
     wrong += [TEACHERS] if scope == "eval" and TEACHERS in row and not is_teachers(row[TEACHERS]) else []
     if wrong:
         raise RunDirError(
@@ -181,6 +183,7 @@ def _is_value(value: object, *, fraction: bool = False) -> bool:
 _OTHERS = {
     "phase": "a name",
     RIGHT: "by metric a list of numbers in [0, 1] or null",
+    REWARDS: "a list of finite numbers or null",
     TEACHERS: "what the KL to `all` teachers and to each `by_name` is made of",
 }
 
@@ -190,6 +193,10 @@ def _is_right(value: object) -> bool:
         isinstance(shares, list) and all(_is_value(share, fraction=True) for share in shares)
         for shares in value.values()
     )
+
+
+def _are_values(values: object) -> bool:
+    return isinstance(values, list) and all(_is_value(value) for value in values)
 
 
 def _is_fraction(name: str) -> bool:
@@ -317,11 +324,16 @@ def _seconds(steps: Sequence[Row]) -> Seconds:
     }
 
 
-_KL = "eval/teacher_kl"
+_Rows = tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+_KL, _REWARD = "eval/teacher_kl", "eval/reward_mean"
 
 
-def _measured(config: RunConfig, run: RunPart) -> tuple[str, str]:
-    """The metric that decides, and what it is called: an accuracy, or without any reward the KL to the teachers."""
+def _measured(config: RunConfig, run: RunPart, rows: _Rows) -> tuple[str, str]:
+    """The metric that decides, and what it is called: an accuracy, the reward where it says nothing of right and wrong, or the KL
+    to the teachers without any reward."""
+    there = [row for row in rows if row is not None]
+    if there and all(REWARDS in row for row in there):
+        return _REWARD, "reward"
     if _unrewarded(run):
         return _KL, "KL to the teacher" + ("s" if len(run["teachers"]) > 1 else "")
     return (
@@ -368,18 +380,26 @@ def _interval(metric: str, n: int, before: Mapping[str, Any] | None, after: Mapp
         if found is None:
             return _Change(None, None, False, n, "the rows do not have it prompt by prompt")
         return _Change(found.low, found.high, True, n, found.reason)
-    first, second = (row.get(RIGHT, {}).get(metric, ()) for row in (before, after))
-    if first and len(first) == len(second):
+    of_prompts = (
+        row.get(REWARDS, ()) if metric == _REWARD else row.get(RIGHT, {}).get(metric, ()) for row in (before, after)
+    )
+    first, second = of_prompts
+    pairs: list[float] = []
+    if first and len(first) == len(second):  # prompts without a reward have none
         pairs = [b - a for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-        if pairs:  # prompts without a reward have none
-            return _Change(*paired_interval(pairs), True, len(pairs))
+    if metric == _REWARD:
+        if len(pairs) < 2:
+            return _Change(None, None, False, n, "fewer than two prompts have a reward in both")
+        return _Change(*mean_interval(pairs), True, len(pairs))
+    if pairs:
+        return _Change(*paired_interval(pairs), True, len(pairs))
     return _Change(*difference_interval(before[metric], after[metric], n), False, n)
 
 
 def _verdict(
     run: RunPart, config: RunConfig, rows: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
 ) -> Verdict:
-    metric, what = _measured(config, run)
+    metric, what = _measured(config, run, rows)
     before = run["before"][metric] if run["before"] else None
     after = run["after"][metric] if run["after"] else None
     verdict: Verdict = {
@@ -411,7 +431,7 @@ def _against(
     control_row: Mapping[str, Any] | None,
     run_row: Mapping[str, Any] | None,
 ) -> Comparison | None:
-    metric, what = _measured(config, run)
+    metric, what = _measured(config, run, (control_row, run_row))
     own = run["after"][metric] if run["after"] else None
     other = control["after"][metric] if control["after"] else None
     if own is None or other is None:

@@ -23,7 +23,7 @@ from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.team import Team
 from slime_tandem.training.metrics import accuracy, reward_mean, teacher_figures, teacher_metrics
-from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
+from slime_tandem.types import CORRECT, AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
 
 T = TypeVar("T")
 _MAX_RESTARTS = 3
@@ -140,12 +140,14 @@ def successful(
 class Evaluated(NamedTuple):
     """An evaluation: `eval/...` metrics, the samples that can be shown (tandem ones where there is a junior), and by
     metric the share of right responses of each prompt, in their order; None where no response of a prompt has a reward.
-    `teachers`: what the KL to each is made of, None without teachers."""
+    `teachers`: what the KL to each is made of, None without teachers. `rewards`: the mean reward of each prompt, where rewards
+    are the user's own numbers that say nothing of right and wrong; else None."""
 
     metrics: dict[str, float | None]
     samples: list[ScoredSample]
     right: dict[str, list[float | None]]
     teachers: EvaluationTeachers | None
+    rewards: list[float | None] | None
 
 
 def evaluate(
@@ -202,12 +204,21 @@ def evaluate(
         "eval/reward_failed_samples": sum(m["reward/failed_samples"] for m in past_limit),
         "eval/reward_mean": reward_mean(tandem),
     }
-    return Evaluated(metrics, tandem, right, teacher_figures(tandem, len(prompts), per_prompt))
+    own = all(tasks.specs[prompt.metadata["spec"]].scored_by_own for prompt in prompts)
+    rewards = None
+    if own and not any(CORRECT in s.parts for s in (*solo, *tandem)):
+        rewards = _by_prompt(tandem, len(prompts), per_prompt, lambda s: s.reward or 0.0)
+    return Evaluated(metrics, tandem, right, teacher_figures(tandem, len(prompts), per_prompt), rewards)
 
 
-def _by_prompt(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> list[float | None]:
-    answers: list[list[bool]] = [[] for _ in range(prompts)]
+def _by_prompt(
+    scored: Sequence[ScoredSample],
+    prompts: int,
+    per_prompt: int,
+    value: Callable[[ScoredSample], float] = lambda s: s.right,
+) -> list[float | None]:
+    answers: list[list[float]] = [[] for _ in range(prompts)]
     for s in scored:
         if s.reward is not None:
-            answers[s.sample.key.sample_index // per_prompt].append(s.right)
+            answers[s.sample.key.sample_index // per_prompt].append(value(s))
     return [float(np.mean(a)) if a else None for a in answers]
