@@ -329,8 +329,8 @@ _KL, _REWARD = "eval/teacher_kl", "eval/reward_mean"
 
 
 def _measured(config: RunConfig, run: RunPart, rows: _Rows) -> tuple[str, str]:
-    """The metric that decides, and what it is called: an accuracy, the reward where it says nothing of right and wrong, or the KL
-    to the teachers without any reward."""
+    """The metric that decides, and what it is called: an accuracy, the reward where it says nothing of right and wrong, or the
+    KL to the teachers without any reward."""
     there = [row for row in rows if row is not None]
     if there and all(REWARDS in row for row in there):
         return _REWARD, "reward"
