@@ -250,7 +250,7 @@ class ServerProbes:
 
 def _kl_said(scored: Sequence[ScoredSample]) -> str:
     """The KL to the teachers, to each where there are several: without a reward it is what a run is judged by."""
-    found = teacher_figures(scored, 1, 1 + max(s.sample.key.sample_index for s in scored))
+    found = teacher_figures(scored)
     if found is None or (kl := kl_of(found["all"])) is None:
         return ""
     of_each = teacher_kls({TEACHERS: found})

@@ -61,6 +61,7 @@ def undefined(part: Part, reason: str) -> list[Result]:
     """The headline results of a part that could not be measured, with the reason."""
     names = {
         "solo": [("solo/pass@1", "pass@1", "fraction")],
+        "teacher": [("teacher/k1", "KL(senior || teacher), k1", "nats/token")],
         "handoff": [("handoff/pass@1", "pass@1", "fraction"), ("handoff/retention@1", "retention of pass@1", "ratio")],
         "transfer": [(f"transfer/{k}", label, "fraction") for k, label in _TRANSFER.items()],
         "drift": [(f"drift/{k}", f"KL(senior || junior), {k}", "nats/token") for k in ("k1", "k3")],

@@ -38,6 +38,7 @@ from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.own_code import check_extensions
 from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import (
+    kl_by_teacher,
     part_means,
     part_scalars,
     response_metrics,
@@ -194,6 +195,7 @@ def log_rollout(
             f"rollout/reward_by_task/{row['task']}": row["mean"] for row in reward_histograms(*rewards_by_task(scored))
         }
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        metrics |= kl_by_teacher(scored)
         metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
         _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
         if rollout_id == 0 and config.objective.reward_coef > 0:
@@ -223,7 +225,7 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
             scored = [_scored(s, args, settings(args)) for s in written]
             metrics = {**response_metrics(scored), **_past_limits(written)}
             if any(s.teacher is not None for s in scored):
-                metrics |= teacher_metrics(scored, wire.ends_of(written))
+                metrics |= teacher_metrics(scored, wire.ends_of(written)) | kl_by_teacher(scored)
             metrics |= {k.removeprefix("rollout/"): v for k, v in part_scalars("rollout", part_means(scored)).items()}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
     # Where no prompt has a reward, slime's own log would show its 0.0 as one.

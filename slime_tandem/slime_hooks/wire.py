@@ -432,6 +432,7 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
             "candidates": None if c is None else [c.ids, c.teacher_log_probs, c.student_log_probs],
             "lists": None if lists is None else lists.columns,
             "bounded": scores.bounded,
+            "by_teacher": dict(scores.by_teacher) if len(scores.by_teacher) > 1 else {},  # one alone is the whole
         },
         teacher_error=None,
     )
@@ -454,4 +455,5 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         candidates=None if kept["candidates"] is None else Candidates(*kept["candidates"]),
         lists=None if kept["lists"] is None else TopLists(*kept["lists"]),
         bounded=kept.get("bounded"),
+        by_teacher=kept.get("by_teacher", {}),
     ), None

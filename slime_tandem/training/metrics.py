@@ -14,7 +14,7 @@ from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import TeacherScoreError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
 from slime_tandem.report.metrics import part_metric
-from slime_tandem.report.teachers import EvaluationTeachers, TeacherFigures
+from slime_tandem.report.teachers import EvaluationTeachers, TeacherFigures, kl_of
 from slime_tandem.types import SENIOR, BoolArray, FloatArray, ScoredSample, TandemSample
 
 
@@ -117,9 +117,11 @@ def part_scalars(room: str, records: Sequence[Mapping[str, Any]]) -> dict[str, f
     return {part_metric(room, r["task"], r["part"]): r["mean"] for r in records}
 
 
-def teacher_figures(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> EvaluationTeachers | None:
-    """What `opd/teacher_kl` of an evaluation's responses is made of, prompt by prompt, and the same of each teacher; None where
-    no teacher has scored."""
+def teacher_figures(
+    scored: Sequence[ScoredSample], prompts: int = 1, per_prompt: int | None = None
+) -> EvaluationTeachers | None:
+    """What `opd/teacher_kl` of responses is made of, prompt by prompt (`per_prompt` None: as of one), and the same of each
+    teacher; None where no teacher has scored."""
     views: dict[str, list[tuple[TandemSample, FloatArray, BoolArray]]] = {}
     whole = [(s.sample, s.teacher.log_probs, s.teacher.mask) for s in scored if s.teacher is not None]
     if not whole:
@@ -131,12 +133,20 @@ def teacher_figures(scored: Sequence[ScoredSample], prompts: int, per_prompt: in
     return {"all": _figures(whole, prompts, per_prompt), "by_name": by_name}
 
 
+def kl_by_teacher(scored: Sequence[ScoredSample]) -> dict[str, float]:
+    """`opd/teacher_kl/<name>` of each teacher, where there are several: of the responses that it has scored."""
+    found = teacher_figures(scored)
+    by_name = {} if found is None or len(found["by_name"]) < 2 else found["by_name"]
+    known = {name: kl_of(figures) for name, figures in by_name.items()}
+    return {f"opd/teacher_kl/{name}": kl for name, kl in known.items() if kl is not None}
+
+
 def _figures(
-    views: Sequence[tuple[TandemSample, FloatArray, BoolArray]], prompts: int, per_prompt: int
+    views: Sequence[tuple[TandemSample, FloatArray, BoolArray]], prompts: int, per_prompt: int | None
 ) -> TeacherFigures:
     sums, tokens, covered, sampled = [0.0] * prompts, [0] * prompts, 0, 0
     for sample, log_probs, mask in views:
-        at = sample.key.sample_index // per_prompt
+        at = 0 if per_prompt is None else sample.key.sample_index // per_prompt
         used = mask & (np.asarray(sample.authorship_mask) == SENIOR)
         sums[at] += float((np.asarray(sample.log_probs) - log_probs)[used].sum())
         tokens[at] += int(used.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,9 @@ def test_without_labels_there_is_no_reward_and_the_teachers_are_the_evaluation(
     class Teachers:
         async def score(self, sample: Any) -> None:
             none = dict.fromkeys(UNALIGNED_REASONS, 0)
-            wire.put_scores(sample, AlignedScores(np.full(3, -0.4), np.ones(3, dtype=bool), none))
+            mask = np.ones(3, dtype=bool)
+            of_each = {"ant": (np.full(3, -0.6), mask), "bee": (np.full(3, -0.2), mask)}
+            wire.put_scores(sample, AlignedScores(np.full(3, -0.4), mask, none, by_teacher=of_each))
 
     async def current(args: Any) -> Teachers:
         return Teachers()
@@ -190,7 +193,9 @@ def test_without_labels_there_is_no_reward_and_the_teachers_are_the_evaluation(
 
     ours, said = logged([bare])
     assert ours, "slime's own log would show its 0.0"
-    assert "'eval/held/opd/teacher_kl': " in said
+    for name, kl in (("", 0.2), ("/ant", 0.4), ("/bee", 0.0)):  # the senior's own are -0.1, -0.2 and -0.3
+        (found,) = re.findall(rf"'eval/held/opd/teacher_kl{name}': ([-\d.e]+)", said)
+        assert float(found) == pytest.approx(kl, abs=1e-9)
     assert "reward_mean" not in said
     ours, said = logged([bare, labelled])
     assert not ours
