@@ -34,6 +34,16 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def sentence(text: str) -> str:
+    """Text with the full stop that ends it, unless it has an end of its own.
+
+    >>> sentence("see its log"), sentence("is the disk full?"), sentence("it is."), sentence("quoted 'so.'")
+    ('see its log.', 'is the disk full?', 'it is.', "quoted 'so.'.")
+    """
+    text = text.rstrip()
+    return text if text.endswith((".", "?", "!", "…")) else f"{text}."
+
+
 def explain(field: str, value: object, expected: str, remedy: str) -> str:
     """One error sentence: `field=value` (cut where it is very long), what was expected, what to do.
 
@@ -43,7 +53,7 @@ def explain(field: str, value: object, expected: str, remedy: str) -> str:
     shown = repr(value).replace("\n", " ")
     if len(shown) > _LONGEST:
         shown = f"{shown[:_LONGEST]}... ({len(shown)} characters)"
-    return f"{field}={shown}: expected {expected}. Remedy: {remedy}."
+    return f"{field}={shown}: expected {sentence(expected)} Remedy: {sentence(remedy)}"
 
 
 class TandemError(Exception):
@@ -68,7 +78,7 @@ class TandemError(Exception):
     def __str__(self) -> str:
         if self.problems != (self,):
             return "\n".join(str(problem) for problem in self.problems)
-        return self.what + f" Remedy: {self.remedy}." + (f"\n{self.detail}" if self.detail else "")
+        return self.what + f" Remedy: {sentence(self.remedy)}" + (f"\n{self.detail}" if self.detail else "")
 
     @property
     def what(self) -> str:

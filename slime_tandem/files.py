@@ -7,6 +7,7 @@ no key twice, no NaN, no number beyond 64 bits, no half of a surrogate pair, bou
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -74,6 +75,17 @@ def read_json(path: Path) -> Any:
     """The value of a JSON file, read strictly; raises ValueError, told in a phrase, and OSError."""
     with path.open("rb") as file:
         return parse_json(file.read(MOST_JSON + 1))
+
+
+def fingerprint(path: Path, size: int | None = None) -> tuple[int, str]:
+    """(bytes, their SHA-256) of a file, or of no more than its first `size` bytes. Raises OSError."""
+    sha, left = hashlib.sha256(), path.stat().st_size if size is None else size
+    read = 0
+    with path.open("rb") as file:
+        while part := file.read(min(2**20, left - read)):
+            sha.update(part)
+            read += len(part)
+    return read, sha.hexdigest()
 
 
 def is_file_name(name: str) -> bool:

@@ -310,7 +310,8 @@ class AlignedScores:
     `origin`: the alignment that they come from, the first one where teachers were combined; None if unknown. `candidates`: the
     most likely tokens at each position, if asked for; `lists` [R, K]: student's and teacher's lists, empty (-1) at unpaired
     positions, if tokens are to be selected by them. `bounded` [R]: how much too large a mass by these lists may be
-    (`candidates.gather_deep`), None where their values are exact.
+    (`candidates.gather_deep`), None where their values are exact. `by_teacher`: where several teachers may score a rollout, the
+    log-probs and mask of each that scored this response, by name.
     """
 
     log_probs: FloatArray
@@ -320,6 +321,7 @@ class AlignedScores:
     candidates: Candidates | None = None
     lists: TopLists | None = None
     bounded: FloatArray | None = None
+    by_teacher: Mapping[str, tuple[FloatArray, BoolArray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.log_probs.shape == self.mask.shape
@@ -350,13 +352,17 @@ class AlignedScores:
         }
 
 
+CORRECT = "correct"
+"""The part of a reward that says whether a response is right."""
+
+
 def is_right(reward: float | None, parts: Mapping[str, float]) -> bool:
     """What accuracies count: a part called `correct` if there is one, else the reward, of `RIGHT_REWARD` or more.
 
     >>> is_right(1.0, {}), is_right(1.2, {"correct": 0.0, "brief": 1.2}), is_right(None, {})
     (True, False, False)
     """
-    value = parts.get("correct", reward)
+    value = parts.get(CORRECT, reward)
     return value is not None and value >= RIGHT_REWARD
 
 
@@ -365,7 +371,8 @@ class ScoredSample:
     """A response with its task reward and, if a teacher answered, the teacher's view of it.
 
     `reward` is None where a function of the user's gave none: the task reward does not train on it. `parts` are what it was
-    made of, by name.
+    made of, by name. `unasked`: it has none because none was to be found (a prompt without a label, where nothing is learnt
+    from rewards), so that nothing failed.
     """
 
     sample: TandemSample
@@ -373,6 +380,7 @@ class ScoredSample:
     teacher: AlignedScores | None
     teacher_error: TeacherScoreError | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    unasked: bool = False
 
     @property
     def right(self) -> bool:

@@ -59,7 +59,7 @@ ALLOWED = {
     "slime_hooks": {
         "team", "training", "tasks", "objective", "rollout", "distill", "engines", "protocol", "models", "tokens",
     },
-    "slime_launch": {"slime_hooks", "megatron", "models", "tasks", "team", "engines", "local"},
+    "slime_launch": {"slime_hooks", "megatron", "models", "tasks", "report", "team", "engines", "local"},
     "api": {"rollout", "distill", "report", "models", "team", "local", "evaluation"},
     "cli": set(ROOMS),
 }  # fmt: skip

@@ -7,7 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 from slime_tandem.cli import flags
-from slime_tandem.errors import printable
+from slime_tandem.cli.exit_codes import DONE, FAULT
+from slime_tandem.errors import printable, sentence
 
 if TYPE_CHECKING:
     from slime_tandem.doctor.probes import Finding
@@ -18,7 +19,8 @@ def add(commands: flags.Commands) -> None:
     parser = flags.command(
         commands,
         "doctor",
-        "Sanity probes on these settings and models: groups, masks, KL, log-probs of engine and trainer, tokenizers, length.",
+        "Sanity probes on these settings and models: groups, masks, KL, log-probs of engine and trainer, tokenizers, length. "
+        "Exit code 3 if a probe failed (fail, not warn), 0 else.",
         settings=True,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -33,7 +35,7 @@ def add(commands: flags.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each finding as it comes, or all as JSON; exit code 3 where one failed."""
+    """Print each finding as it comes, or all as JSON; another exit code where one failed."""
     from dataclasses import asdict
 
     from slime_tandem.doctor.probes import all_passed
@@ -46,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(printable(f"{finding.status:4}  {finding.name}: {finding.detail}"), flush=True)
             if finding.remedy:
-                print(printable(f"      remedy: {finding.remedy.rstrip('.')}."), flush=True)
+                print(printable(f"      remedy: {sentence(finding.remedy)}"), flush=True)
 
     config = flags.load_config(args)
     findings = run_doctor(config, say, prompts=args.prompts, length_updates=args.length_updates)
     passed = all_passed(findings)
     if args.json:
         print(json.dumps({"passed": passed, "findings": [asdict(f) for f in findings]}, indent=2, allow_nan=False))
-    return 0 if passed else 3
+    return DONE if passed else FAULT

@@ -1,8 +1,7 @@
 """The command line: `slime-tandem COMMAND`; `--help` lists the commands.
 
-Exit codes: 0 done; 2 for an error that a user can cause or meet, with one message that says what to do
-(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); 3 when `doctor` found a fault; 130 for Ctrl-C; 1 when the reader of the output
-went away, and for a fault of ours, whose traceback follows a line that asks for a report.
+Exit codes: `exit_codes`. Of an error that a user can cause or meet there is one message that says what to do
+(`SLIME_TANDEM_TRACEBACK=1` adds the traceback); the traceback of a fault of ours follows a line that asks for a report.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from slime_tandem.cli import (
     train,
 )
 from slime_tandem.cli.completion import SHELLS, PrintCompletion, answer_shell
+from slime_tandem.cli.exit_codes import INTERNAL, REFUSED, STOPPED, in_words
 from slime_tandem.errors import RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt
 
@@ -42,7 +42,9 @@ COMMANDS = (train, evaluate, doctor, align, score, suite, report, config, migrat
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="slime-tandem", description="Several language models, one trajectory.")
+    parser = argparse.ArgumentParser(
+        prog="slime-tandem", description="Several language models, one trajectory.", epilog=f"Exit codes: {in_words()}."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument(
         "--print-completion",
@@ -91,21 +93,21 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             _flush()
         return code
     except BrokenPipeError:
-        return 1
+        return INTERNAL
     except (TandemError, OSError) as error:
         if os.environ.get("SLIME_TANDEM_TRACEBACK"):
             traceback.print_exc()
         told = error if isinstance(error, TandemError) else TandemError.of_os_error(error.filename or "output", error)
         print(printable("\n".join((f"{command}: {told}", *getattr(error, "__notes__", ())))), file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt as error:
         hint = "; `--resume` goes on from the last checkpoint, if there is one" if command.endswith(" train") else ""
         print(printable("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ())))), file=sys.stderr)
-        return 130
+        return STOPPED
     except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole
         print(
             f"{command}: internal error ({type(error).__name__}). Please report it with the lines below.",
             file=sys.stderr,
         )
         traceback.print_exc()
-        return 1
+        return INTERNAL

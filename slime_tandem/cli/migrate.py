@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from slime_tandem.cli import flags
+from slime_tandem.cli.exit_codes import DONE, REFUSED
 
 
 def add(commands: flags.Commands) -> None:
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{left} places left alone: they look like old names, and could be anything", file=sys.stderr)
     if failed:
         print(f"{failed} of {len(args.files)} files could not be read or changed", file=sys.stderr)
-    return 2 if failed else 0
+    return REFUSED if failed else DONE
 
 
 def _settings(args: argparse.Namespace) -> int:

@@ -112,7 +112,7 @@ class TeacherPanel:
             i: top for i, top in enumerate(tops or ()) if isinstance(top, TeacherScoreError)
         }
         routed = {i: self.route(s.prompt) for i, s in enumerate(samples) if i not in out}
-        views: dict[int, list[tuple[float, AlignedScores]]] = {i: [] for i in routed}
+        views: dict[int, list[tuple[Teacher, AlignedScores]]] = {i: [] for i in routed}
 
         async def ask(teacher: Teacher) -> tuple[Teacher, list[int], list[AlignedScores | TeacherScoreError]]:
             mine = [i for i, teachers in routed.items() if teacher in teachers]
@@ -125,10 +125,11 @@ class TeacherPanel:
                 if isinstance(score, TeacherScoreError):
                     out.setdefault(i, score)
                 else:
-                    views[i].append((teacher.weight, score))
+                    views[i].append((teacher, score))
         for i, view in views.items():
             if i not in out:
-                out[i] = combine(view)
+                of_each = {teacher.name: (score.log_probs, score.mask) for teacher, score in view}
+                out[i] = replace(combine([(teacher.weight, score) for teacher, score in view]), by_teacher=of_each)
         return [out[i] for i in range(len(samples))]
 
 

@@ -58,7 +58,7 @@ def attempt(name: str, probe: Callable[[], Finding]) -> Finding:
     try:
         return probe()
     except TandemError as error:
-        return Finding(name, "fail", error.what, f"{error.remedy}.")
+        return Finding(name, "fail", error.what, error.remedy)
 
 
 def group_sums(config: RunConfig) -> Finding:
@@ -124,14 +124,14 @@ def end_of_turn(samples: Sequence[TandemSample], cap: int) -> Finding:
 
 
 def reward_signal(scored: Sequence[ScoredSample], specs: Sequence[TaskSpec] = ()) -> Finding:
-    """Whether some group has something to learn from; where all rewards are equal, why (`first_look`)."""
+    """Whether some group has something to learn from. All rewards equal is a fault, with its cause (`first_look`)."""
     scored = [s for s in scored if s.reward is not None]  # `rollout` has said why others have none
     rewards, groups = [s.reward or 0.0 for s in scored], [s.sample.group_id for s in scored]
     flat = group_advantages(rewards, groups)[1]
     detail = f"reward {np.mean(rewards):.3f}; {flat:.0%} of {len(set(groups))} groups have equal rewards"
     cause = why_equal(specs, looks(scored)) if specs else None
     if cause is not None:
-        return Finding("reward signal", "warn", "\n  ".join([cause.found, *cause.examples]), cause.remedy)
+        return Finding("reward signal", "fail", "\n  ".join([cause.found, *cause.examples]), cause.remedy)
     if flat == 1:
         remedy = (
             "easier or harder tasks, a higher sampling.temperature, a larger train.samples_per_prompt, or --prompts"

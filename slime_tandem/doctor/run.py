@@ -21,11 +21,13 @@ from slime_tandem.doctor.probes import BFLOAT16, FLOAT32, Finding, Tolerance, at
 from slime_tandem.errors import TandemError
 from slime_tandem.megatron.policy import MegatronPolicy
 from slime_tandem.protocol import GenerateRequest
+from slime_tandem.report.teachers import TEACHERS, kl_of, teacher_kls
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.team.rollouts import rollout
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
+from slime_tandem.training.metrics import teacher_figures
 from slime_tandem.training.rows import Response, build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import FloatArray, ScoredSample
@@ -67,7 +69,7 @@ def run_doctor(config: RunConfig, say: Say, *, prompts: int = 4, length_updates:
     except (TandemError, OSError) as error:
         if not isinstance(error, TandemError):  # a folder that cannot be written, a full disk
             error = TandemError.of_os_error(error.filename or config.run_dir, error)
-        add(Finding("models and servers", "fail", error.what, f"{error.remedy}."))
+        add(Finding("models and servers", "fail", error.what, error.remedy))
     return findings
 
 
@@ -107,8 +109,9 @@ class ServerProbes:
         config, samples_per = self.config, self.config.train.samples_per_prompt
         opd, tandem = config.opd.enabled, config.tandem.enabled
         scored, _ = rollout(
-            self.team, self.tasks, self.prompts, rollout_ids.DOCTOR[0], samples_per, tandem=tandem, score=opd
-        )
+            self.team, self.tasks, self.prompts, rollout_ids.DOCTOR[0], samples_per, tandem=tandem, score=opd,
+            where="the doctor's responses",
+        )  # fmt: skip
         samples = [s.sample for s in scored]
         responses = [Response.of(s) for s in samples]
         own = self.trainer.own_log_probs(responses, replayed=True)
@@ -117,7 +120,11 @@ class ServerProbes:
         if config.objective.reward_coef > 0:
             self.add(probes.reward_signal(scored, config.tasks))
         else:
-            self.add(Finding("reward signal", "skip", "objective.reward_coef=0: rewards are not learnt from"))
+            without = sum(s.unasked for s in scored)
+            what = "rewards are not learnt from" + (
+                f"; {without} of {len(scored)} responses have none" if without else ""
+            )
+            self.add(Finding("reward signal", "skip", f"objective.reward_coef=0: {what}"))
         self.add(probes.agreement("sampled log-probs", ours, engine, self.tolerance))
         self.add(attempt("given log-probs", lambda: self._given(responses)))
         self.add(probes.replay_ratio(ours, engine, self.tolerance))
@@ -177,12 +184,10 @@ class ServerProbes:
         out = []
         failed = [s.teacher_error for s in scored if s.teacher_error is not None]
         coverage = float(np.mean([s.teacher.coverage for s in scored if s.teacher is not None] or [0.0]))
-        detail = f"{coverage:.0%} of the tokens of a response carry a teacher's log-prob"
+        detail = f"{coverage:.0%} of the tokens of a response carry a teacher's log-prob{_kl_said(scored)}"
         if failed:
             first = failed[0]
-            out.append(
-                Finding("teacher scores", "fail", f"{len(failed)} samples failed: {first.what}", f"{first.remedy}.")
-            )
+            out.append(Finding("teacher scores", "fail", f"{len(failed)} samples failed: {first.what}", first.remedy))
         elif coverage < 0.5:
             remedy = "slime-tandem align shows what is masked and why; a teacher of a nearer vocabulary covers more"
             out.append(Finding("teacher scores", "warn", detail, remedy))
@@ -241,6 +246,16 @@ class ServerProbes:
         self.trainer.update(rows)
         after = self.trainer.own_log_probs(rows, replayed=True)
         return [float(sum(r.advantage * (a - b).sum() for r, a, b in zip(rows, after, before, strict=True)))]
+
+
+def _kl_said(scored: Sequence[ScoredSample]) -> str:
+    """The KL to the teachers, to each where there are several: without a reward it is what a run is judged by."""
+    found = teacher_figures(scored)
+    if found is None or (kl := kl_of(found["all"])) is None:
+        return ""
+    of_each = teacher_kls({TEACHERS: found})
+    names = ", ".join(f"{name} {value:.3f}" for name, value in of_each.items() if value is not None)
+    return f"; KL to the teacher{'s' if names else ''} {kl:.3f} nats" + (f" ({names})" if names else "")
 
 
 def _lengths(scored: Sequence[ScoredSample]) -> FloatArray:

@@ -17,11 +17,13 @@ from slime_tandem.config import KlEstimator
 from slime_tandem.evaluation.scoring import Reading
 from slime_tandem.objective.kl import kl_estimate
 from slime_tandem.report.statistics import Estimate, Ratio, pass_at_k, pass_ks
+from slime_tandem.report.teachers import EvaluationTeachers
 from slime_tandem.types import FloatArray, TandemSample
 
-Part = Literal["solo", "handoff", "transfer", "drift", "start", "legibility"]
+Part = Literal["solo", "teacher", "handoff", "transfer", "drift", "start", "legibility"]
 TITLES: dict[Part, str] = {
     "solo": "solo",
+    "teacher": "KL to the teachers",
     "handoff": "handoff",
     "transfer": "the junior goes on from the senior's answers",
     "drift": "drift from the junior",
@@ -59,6 +61,7 @@ def undefined(part: Part, reason: str) -> list[Result]:
     """The headline results of a part that could not be measured, with the reason."""
     names = {
         "solo": [("solo/pass@1", "pass@1", "fraction")],
+        "teacher": [("teacher/k1", "KL(senior || teacher), k1", "nats/token")],
         "handoff": [("handoff/pass@1", "pass@1", "fraction"), ("handoff/retention@1", "retention of pass@1", "ratio")],
         "transfer": [(f"transfer/{k}", label, "fraction") for k, label in _TRANSFER.items()],
         "drift": [(f"drift/{k}", f"KL(senior || junior), {k}", "nats/token") for k in ("k1", "k3")],
@@ -78,24 +81,44 @@ def by_prompt(values: Sequence[float], chains: int) -> FloatArray:
     return sums
 
 
-def solo_figures(samples: Sequence[TandemSample], correct: Sequence[bool], chains: int) -> list[Figure]:
-    """pass@k, response length and truncation of what the senior wrote alone."""
-    return _accuracy("solo", correct, chains) + _shape("solo", samples, chains)
+def solo_figures(samples: Sequence[TandemSample], correct: Sequence[bool] | None, chains: int) -> list[Figure]:
+    """pass@k (None: there is no reward), response length and truncation of what the senior wrote alone."""
+    return ([] if correct is None else _accuracy("solo", correct, chains)) + _shape("solo", samples, chains)
+
+
+def teacher_figures(found: EvaluationTeachers) -> list[Figure]:
+    """KL of the senior to its teachers, nats per token that it sampled: of all as one, and of each where there are several."""
+    by_name = found["by_name"] if len(found["by_name"]) > 1 else {}
+    return [
+        Figure(
+            f"teacher/{name}",
+            label,
+            "nats/token",
+            Ratio(
+                np.array(f["kl_sums"], np.float64),
+                np.array(f["tokens"], np.float64),
+                "no token has a teacher's log-prob",
+            ),
+        )
+        for name, label, f in (
+            ("k1", "KL(senior || teacher), k1", found["all"]),
+            *((f"{name}/k1", f"KL(senior || {name}), k1", figures) for name, figures in by_name.items()),
+        )
+    ]
 
 
 def handoff_figures(
-    samples: Sequence[TandemSample], correct: Sequence[bool], solo_correct: Sequence[bool], chains: int
+    samples: Sequence[TandemSample],
+    correct: Sequence[bool] | None,
+    solo_correct: Sequence[bool] | None,
+    chains: int,
 ) -> list[Figure]:
-    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the turn changed hands."""
-    figures = _accuracy("handoff", correct, chains)
-    for k in pass_ks(chains):
-        both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)
-        figures += [
-            Figure(
-                f"handoff/retention@{k}", f"retention of pass@{k}", "ratio", Ratio(both, alone, "solo is never right")
-            ),
-            Figure(f"handoff/difference@{k}", f"pass@{k} minus solo", "fraction", Ratio(both - alone)),
-        ]
+    """pass@k with handoffs, its ratio to and difference from solo (paired by prompt), and how often the turn changed hands.
+
+    `correct`, `solo_correct` None: there is no reward."""
+    figures: list[Figure] = []
+    if correct is not None and solo_correct is not None:
+        figures += _accuracy("handoff", correct, chains) + _compared(correct, solo_correct, chains)
     switches = [s.switches for s in samples]
     tokens = by_prompt([len(s.response_ids) for s in samples], chains)
     figures += [
@@ -114,6 +137,18 @@ def handoff_figures(
         ),
     ]
     return figures + _shape("handoff", samples, chains)
+
+
+def _compared(correct: Sequence[bool], solo_correct: Sequence[bool], chains: int) -> list[Figure]:
+    figures = []
+    for k in pass_ks(chains):
+        both, alone = _pass(correct, chains, k), _pass(solo_correct, chains, k)
+        retention = Ratio(both, alone, "solo is never right")
+        figures += [
+            Figure(f"handoff/retention@{k}", f"retention of pass@{k}", "ratio", retention),
+            Figure(f"handoff/difference@{k}", f"pass@{k} minus solo", "fraction", Ratio(both - alone)),
+        ]
+    return figures
 
 
 def set_figures(part: Part, correct: Sequence[bool], sets: Sequence[str], chains: int) -> list[Figure]:

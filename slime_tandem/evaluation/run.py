@@ -3,7 +3,8 @@
 Five sets of requests: solo chains and handoff chains under the evaluation's own sampling, the junior's continuations of halves
 of solo chains, solo chains of the senior's full distribution at temperature 1 for the drift (a KL estimate from truncated
 samples is biased), and score requests. Solo and handoff chains share their token draws, so that the comparison is paired by
-sample as far as the texts agree. It trains nothing and asks no teacher.
+sample as far as the texts agree. It trains nothing, and asks no teacher but where no prompt has a reward: then the KL to the
+teachers, of the drift's chains, stands in the place of every accuracy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from slime_tandem import __version__
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.errors import ConfigError, TokenizerMismatchError
+from slime_tandem.errors import ConfigError, TeacherScoreError, TokenizerMismatchError
 from slime_tandem.evaluation.figures import (
     TITLES,
     Figure,
@@ -26,6 +27,7 @@ from slime_tandem.evaluation.figures import (
     legibility_figures,
     set_figures,
     solo_figures,
+    teacher_figures,
     transfer_figures,
     undefined,
 )
@@ -44,11 +46,13 @@ from slime_tandem.team.rollouts import rewarded, successful, with_revival
 from slime_tandem.team.roster import Role, Roster
 from slime_tandem.team.team import Team
 from slime_tandem.tokens.token_bytes import TokenBytes
-from slime_tandem.types import FloatArray, Prompt, TandemSample
+from slime_tandem.training.metrics import teacher_figures as teachers_of
+from slime_tandem.types import FloatArray, Prompt, ScoredSample, TandemSample
 
 _WITH_JUNIOR: tuple[Part, ...] = ("handoff", "transfer", "drift", "legibility")
 _COMPARED = ("handoff/retention@", "handoff/difference@")
 NO_JUNIOR = "tandem.enabled is false, so no junior takes part"
+NO_REWARD = "No held-out prompt has a label or another reward: the KL to the teachers is the evaluation."
 NO_START = "eval.start does not name the start weights"
 
 
@@ -79,9 +83,10 @@ class Evaluation:
 
 
 def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
-    """Start the senior and the junior (no teacher), evaluate on the first `eval.prompts` held-out prompts, stop them.
+    """Start the senior and the junior, evaluate on the first `eval.prompts` held-out prompts, stop them.
 
-    `say` gets a line for each part as it begins. Raises TandemError kinds.
+    Prompts without a reward are left out, if some have one; if none has, the teachers are started, too. `say` gets a line for
+    each part as it begins. Raises TandemError kinds.
     """
     for i, task in enumerate(config.tasks):
         if task.environment is not None:
@@ -91,11 +96,15 @@ def run_evaluation(config: RunConfig, say: Callable[[str], None]) -> Evaluation:
                 "null for `slime-tandem eval`, whose figures are of responses of one turn",
                 "leave it out; `train` evaluates with it",
             )
-    tasks = TaskSet(config.tasks, config.seed, config.reward)
+    tasks = TaskSet(config.tasks, config.seed, config.reward, labels=config.needs_labels)
     for note in tasks.notes:
         say(note)
     prompts = _prompts(config, tasks)
-    config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
+    if some := [prompt for prompt in prompts if tasks.is_rewarded(prompt)]:
+        if len(some) < len(prompts):
+            say(f"left out: {len(prompts) - len(some)} of {len(prompts)} held-out prompts, which have no reward")
+        prompts = some
+        config = config.model_copy(update={"opd": config.opd.model_copy(update={"enabled": False})})
     roster = Roster(config)
     if "junior" in roster.roles:
         evaluation_rule(config, roster.student.tokens)  # a strategy of the user's own is refused before anything starts
@@ -129,21 +138,24 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     sampling = _sampling(team.config)
     say(f"solo: {e.chains} chains for each of {len(prompts)} prompts")
     solo = _write(team, prompts, rollout_ids.EVALUATION, e.chains, sampling)
-    correct = _judge(tasks, solo)
-    sets = [prompt.task for prompt in prompts]
-    parts = [_Part(solo_figures(solo, correct, e.chains) + set_figures("solo", correct, sets, e.chains))]
+    correct = _judge(tasks, solo, "solo") if tasks.is_rewarded(prompts[0]) else None
+    parts = [_Part(solo_figures(solo, correct, e.chains) + _by_set("solo", correct, prompts, e.chains))]
     junior, start = "junior" in team.roster.roles, _start(team)
     drawn: list[TandemSample] = []
-    if junior or start is not None:
-        say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by both")
+    if junior or start is not None or correct is None:
+        say(f"drift: {e.drift_samples} solo responses per prompt at temperature 1, scored by others")
         full = sampling.model_copy(update={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
         drawn = _write(team, prompts, rollout_ids.DRIFT, e.drift_samples, full)
+    if correct is None:
+        say("the teachers score these")
+        parts.append(_Part(_of_teachers(team, drawn, len(prompts)), notes=[NO_REWARD]))
     if not junior:
-        parts.append(_Part(missing=[r for part in _WITH_JUNIOR for r in undefined(part, NO_JUNIOR)]))
+        lost = [part for part in _WITH_JUNIOR if correct is not None or part in ("drift", "legibility")]
+        parts.append(_Part(missing=[r for part in lost for r in undefined(part, NO_JUNIOR)]))
     else:
         say(f"handoff: as many chains, strategy {e.handoff_strategy}, authors alternate, senior first")
         parts.append(_handoff(team, tasks, prompts, sampling, correct))
-        parts += _read_by_junior(team, tasks, sampling, solo, drawn, say)
+        parts += _read_by_junior(team, tasks if correct is not None else None, sampling, solo, drawn, say)
     parts.append(_Part(missing=undefined("start", NO_START)) if start is None else _from_start(team, start, drawn))
 
     figures = [f for part in parts for f in part.figures]
@@ -168,15 +180,29 @@ def evaluate_senior(team: Team, tasks: TaskSet, prompts: Sequence[Prompt], say: 
     )
 
 
+def _by_set(part: Part, correct: Sequence[bool] | None, prompts: Sequence[Prompt], chains: int) -> list[Figure]:
+    return [] if correct is None else set_figures(part, correct, [prompt.task for prompt in prompts], chains)
+
+
+def _of_teachers(team: Team, drawn: Sequence[TandemSample], prompts: int) -> list[Figure]:
+    """Raises TeacherScoreError for a response that a teacher cannot score: figures of some are not figures of the prompts."""
+    scores = with_revival(team, lambda: team.score(drawn, plain=True))
+    if (failed := next((score for score in scores if isinstance(score, TeacherScoreError)), None)) is not None:
+        raise failed
+    scored = [ScoredSample(s, None, a, unasked=True) for s, a in zip(drawn, scores, strict=True)]  # type: ignore[arg-type]
+    found = teachers_of(scored, prompts, team.config.eval.drift_samples)
+    assert found is not None, "pure distillation has a teacher"
+    return teacher_figures(found)
+
+
 def _handoff(
-    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], sampling: SamplingConfig, solo_correct: Sequence[bool]
+    team: Team, tasks: TaskSet, prompts: Sequence[Prompt], sampling: SamplingConfig, solo_correct: Sequence[bool] | None
 ) -> _Part:
     """Chains in turns with the junior, with the solo chains' draws."""
     chains, rule = team.config.eval.chains, evaluation_rule(team.config, team.roster.student.tokens)
     written = _write(team, prompts, rollout_ids.EVALUATION, chains, sampling, rule)
-    right = _judge(tasks, written)
-    figures = handoff_figures(written, right, solo_correct, chains)
-    figures += set_figures("handoff", right, [prompt.task for prompt in prompts], chains)
+    right = None if solo_correct is None else _judge(tasks, written, "handoff")
+    figures = handoff_figures(written, right, solo_correct, chains) + _by_set("handoff", right, prompts, chains)
     if any(s.switches for s in written):
         return _Part(figures)
     # They would be a perfect 1 and 0, and mean nothing.
@@ -187,29 +213,33 @@ def _handoff(
 
 def _read_by_junior(
     team: Team,
-    tasks: TaskSet,
+    tasks: TaskSet | None,
     sampling: SamplingConfig,
     solo: Sequence[TandemSample],
     drawn: Sequence[TandemSample],
     say: Callable[[str], None],
 ) -> list[_Part]:
-    """Drift, transfer and legibility: what the junior thinks of text that the senior writes alone, and makes of half of it."""
+    """Drift, transfer and legibility: what the junior thinks of text that the senior writes alone, and makes of half of it.
+
+    `tasks` None: there is no reward, and so no transfer."""
     e, tokens, junior = team.config.eval, team.roster.student.tokens, team.roster.tokenizers["junior"]
     try:
         require_same_tokenizer(team.roster.student, junior)
     except TokenizerMismatchError as error:
         why = f"senior and junior have different tokenizers: {error}"
-        parts = [_Part(missing=[r for part in ("drift", "transfer") for r in undefined(part, why)])]
+        lost: tuple[Part, ...] = ("drift", "transfer") if tasks is not None else ("drift",)
+        parts = [_Part(missing=[r for part in lost for r in undefined(part, why)])]
         readings = [foreign_reading(s, tokens, junior.render, junior.encode) for s in solo]
     else:
         own = [own_reading(s, tokens) for s in drawn]
         both = _scores(team, "senior", own), _scores(team, "junior", own)
         parts = [_Part(drift_figures(*both, e.drift_samples, part="drift"))]
         readings = [own_reading(s, tokens) for s in solo]
-        say("transfer: the junior goes on from the first half of the solo chains, and from nothing")
-        half = _finished_right(team, tasks, sampling, solo, [first_half(s) for s in solo])
-        alone = _finished_right(team, tasks, sampling, solo, [() for _ in solo])
-        parts.append(_Part(transfer_figures(half, alone, e.chains)))
+        if tasks is not None:
+            say("transfer: the junior goes on from the first half of the solo chains, and from nothing")
+            half = _finished_right(team, tasks, sampling, solo, [first_half(s) for s in solo])
+            alone = _finished_right(team, tasks, sampling, solo, [() for _ in solo])
+            parts.append(_Part(transfer_figures(half, alone, e.chains)))
     say("legibility: the junior reads the solo chains")
     return [*parts, _Part(legibility_figures(readings, _scores(team, "junior", readings), e.chains))]
 
@@ -231,7 +261,7 @@ def _finished_right(
 
     texts = with_revival(team, lambda: team.servers.run(finish()))
     verdicts = tasks.verdicts([(s.prompt, text) for s, text in zip(samples, texts, strict=True)])
-    return [v.right for v in rewarded(verdicts, "stop")]
+    return [v.right for v in rewarded(verdicts, "stop", "evaluation: transfer")]
 
 
 def _start(team: Team) -> Path | None:
@@ -286,9 +316,10 @@ def _write(
     return successful(written, "stop")
 
 
-def _judge(tasks: TaskSet, samples: Sequence[TandemSample]) -> list[bool]:
+def _judge(tasks: TaskSet, samples: Sequence[TandemSample], part: Part) -> list[bool]:
     """Raises DataError for a response without a reward: figures of some responses are not figures of the prompts."""
-    return [v.right for v in rewarded(tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), "stop")]
+    verdicts = tasks.verdicts([Response(s.prompt, s.text, s) for s in samples])
+    return [v.right for v in rewarded(verdicts, "stop", f"evaluation: {part}")]
 
 
 def evaluation_rule(config: RunConfig, tokens: TokenBytes) -> HandoffRule:

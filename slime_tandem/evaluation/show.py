@@ -14,6 +14,7 @@ from slime_tandem.report.dots import Dot, Panel, document, number, whiskers
 
 _COLOURS: dict[Part, str] = {
     "solo": "#2563a8",
+    "teacher": "#0f7b7b",
     "handoff": "#b4521e",
     "transfer": "#8a6d1e",
     "drift": "#5b4b8a",
@@ -46,6 +47,8 @@ def table(evaluation: Evaluation) -> Table:
     out.add_column("unit", no_wrap=True)
     for part, title in TITLES.items():
         rows = [r for r in evaluation.results if r.part == part]
+        if not rows:  # where there is no reward: accuracies; else: the teachers, who are not asked
+            continue
         out.add_row(Text(title, style="bold"))
         for row in rows:
             label, interval = (Text(printable(t)) for t in (f"  {row.label}", whiskers(row.estimate)))
@@ -56,6 +59,7 @@ def table(evaluation: Evaluation) -> Table:
 
 _PANELS: tuple[tuple[str, tuple[str, ...], float | None], ...] = (
     ("Accuracy: pass@k, alone and with handoffs (fraction)", ("solo/pass@", "handoff/pass@"), None),
+    ("Drift: KL(senior || teacher), sampled tokens (nats per token)", ("teacher/",), 0.0),
     ("Retention: handoff pass@k over solo pass@k (ratio; 1: nothing lost)", ("handoff/retention@",), 1.0),
     ("Transfer: the junior goes on from the senior's first half (fraction right)", ("transfer/",), None),
     ("Drift: KL(senior || junior), sampled tokens (nats per token)", ("drift/",), 0.0),
@@ -69,6 +73,8 @@ def svg(evaluation: Evaluation) -> str:
     panels = []
     for title, prefixes, reference in _PANELS:
         rows = [r for r in evaluation.results if r.name.startswith(prefixes)]
+        if not rows:
+            continue
         panels.append(Panel(title, [_dot(r) for r in rows], reference))
     title = f"Evaluation of {evaluation.setup['models']['senior']}"
     return document(title, panels, evaluation.notes, conditions(evaluation))

@@ -453,8 +453,7 @@ def _say_if_equal(progress: RunProgress, tasks: TaskSet, scored: Sequence[Scored
     """A run whose rewards are all equal learns nothing from them: it is said at once, not by a flat line at the end."""
     cause = why_equal(tasks.specs, looks(scored))
     if cause is not None:
-        lines = [f"nothing to learn from: {cause.found}. {cause.remedy}.", *cause.examples]
-        progress.warn("\n  ".join(lines))
+        progress.warn(cause.warning)
 
 
 def _rollout(
@@ -462,7 +461,10 @@ def _rollout(
 ) -> tuple[list[ScoredSample], dict[str, float]]:
     train, tandem, opd = arm.config.train, arm.config.tandem.enabled, arm.config.opd.enabled
     prompts = tasks.train_prompts(step, train.prompts_per_step)
-    return rollout(team, tasks, prompts, step, train.samples_per_prompt, tandem=tandem, score=opd, told=progress.part)
+    return rollout(
+        team, tasks, prompts, step, train.samples_per_prompt, tandem=tandem, score=opd, told=progress.part,
+        where=f"{arm.name}: rollout of step {step}",
+    )  # fmt: skip
 
 
 def _learn(
@@ -533,8 +535,9 @@ def _evaluate(
 ) -> None:
     when = f"at step {step}" if phase == "during" else f"{phase} training"
     progress.phase(f"{arm.name}: evaluation {when}, {len(held_out)} held-out prompts")
-    found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, told=progress.part)
-    writer.write_eval(step, phase, found.metrics, found.right)
+    name = f"{arm.name}: evaluation {when}" + ("" if phase == "during" else f", step {step}")
+    found = evaluate(team, tasks, held_out, arm.config.eval.samples_per_prompt, when=name, told=progress.part)
+    writer.write_eval(step, phase, found.metrics, found.right, found.teachers, found.rewards)
     writer.write_parts(step, "eval", part_means(found.samples))
     writer.write_transcripts(step, "eval", [_transcript(team, s) for s in found.samples[:_EVAL_TRANSCRIPTS]])
 

@@ -105,14 +105,17 @@ def reward_histograms(rewards: Sequence[float], tasks: Sequence[str]) -> list[di
     return out
 
 
-def reward_quantiles(rewards: Sequence[float] | FloatArray) -> dict[str, float]:
-    """Quantiles p05, p25, p50, p75, p95 of at least one reward, interpolated.
+def reward_quantiles(rewards: Sequence[float] | FloatArray) -> dict[str, float | None]:
+    """Quantiles p05, p25, p50, p75, p95, interpolated; None without a reward.
 
     >>> reward_quantiles([0.0, 1.0])["p25"]
     0.25
     """
+    names = [f"p{round(100 * q):02d}" for q in REWARD_QUANTILES]
+    if not len(rewards):
+        return dict.fromkeys(names)
     values = np.quantile(np.asarray(rewards, dtype=np.float64), REWARD_QUANTILES)
-    return {f"p{round(100 * q):02d}": float(v) for q, v in zip(REWARD_QUANTILES, values, strict=True)}
+    return dict(zip(names, map(float, values), strict=True))
 
 
 def _medians(values: FloatArray, inverse: IntArray, groups: int) -> FloatArray:

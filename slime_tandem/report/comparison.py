@@ -27,10 +27,11 @@ from slime_tandem.files import is_file_name, record_of
 from slime_tandem.report.curves import nice_ticks, tick_labels
 from slime_tandem.report.dots import DASH, Dot, Panel, document, number
 from slime_tandem.report.html import environment, source
-from slime_tandem.report.metrics import METRICS
+from slime_tandem.report.metrics import METRICS, Metric
 from slime_tandem.report.run_folder import replace_file
 from slime_tandem.report.statistics import Estimate, mean_interval
 from slime_tandem.report.summary import load_config, load_files, summarise
+from slime_tandem.report.teachers import teacher_metric
 from slime_tandem.report.transcripts import passage
 
 MAPPING = "method_mapping.csv"
@@ -90,19 +91,23 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class SuiteResult:
-    """All methods, the start that all share (mean over seeds; None where it differs, because it is measured under each
-    method's own handoffs), and runs that are not finished."""
+    """All methods, and runs that are not finished; `titles`: what each metric is called (a KL to one teacher of several, too).
+
+    `before`: the start that all share (mean over seeds; None where it differs, because it is measured under each method's own
+    handoffs).
+    """
 
     name: str
     methods: Sequence[MethodResult]
     before: Mapping[str, float | None]
     eval_prompts: int
     missing: Sequence[str]
+    titles: Mapping[str, str]
 
     @property
     def metrics(self) -> list[str]:
-        """Those of TITLES that any method has."""
-        return [name for name in TITLES if any(m.after[name].n for m in self.methods)]
+        """Those that any method has."""
+        return [name for name in self.titles if any(m.after[name].n for m in self.methods)]
 
 
 class _MappingRow(BaseModel):
@@ -151,6 +156,7 @@ def summarise_suite(folder: Path) -> SuiteResult:
     rows = read_mapping(folder)
     finished: dict[tuple[int, str, str, str], dict[int, Any]] = {}
     starts: dict[str, list[Mapping[str, float | None]]] = {}
+    titles = dict(TITLES)
     missing, prompts, steps = [], 0, {}
     for row in rows:
         run = folder / row["run"]
@@ -164,25 +170,33 @@ def summarise_suite(folder: Path) -> SuiteResult:
         part = summary["run"]
         assert part["after"] is not None, "complete"
         keep = [r["selection/keep_ratio"] for r in load_files(run).steps]
+        teachers = {teacher_metric(name): ends for name, ends in part["teachers"].items()}
+        titles |= {teacher_metric(name): f"KL to the teacher {name} (nats)" for name in part["teachers"]}
         finished[key][int(row["seed"])] = {
             **{name: part["after"][name] for name in TITLES},
+            **{name: last for name, (_, last) in teachers.items()},
             "keep_ratio": statistics.fmean(keep) if keep and None not in keep else None,
             "step_s": part["seconds"]["step"],
         }
         if part["before"] is not None:
-            starts.setdefault(row["seed"], []).append(part["before"])
+            first_of = {name: first for name, (first, _) in teachers.items()}
+            starts.setdefault(row["seed"], []).append({**part["before"], **first_of})
     if not any(finished.values()):
         raise RunDirError("suite", str(folder), "at least one finished run", "run the suite first")
     first = next(iter(finished.values()))
     methods = []
     for key, seeds in finished.items():
-        after = {name: Mean.of([v for s in seeds.values() if (v := s[name]) is not None]) for name in TITLES}
+        after = {name: Mean.of([v for s in seeds.values() if (v := s.get(name)) is not None]) for name in titles}
         shared = [s for s in seeds if s in first] if seeds is not first else []
         difference = {
             name: Mean.of(
-                [a - b for s in shared if (a := seeds[s][name]) is not None and (b := first[s][name]) is not None]
+                [
+                    a - b
+                    for s in shared
+                    if (a := seeds[s].get(name)) is not None and (b := first[s].get(name)) is not None
+                ]
             )
-            for name in TITLES
+            for name in titles
         }
         keeps = [s["keep_ratio"] for s in seeds.values() if s["keep_ratio"] is not None]
         times = [s["step_s"] for s in seeds.values() if s["step_s"] is not None]
@@ -197,8 +211,13 @@ def summarise_suite(folder: Path) -> SuiteResult:
                 statistics.fmean(times) if times else None,
             )
         )
-    before = {name: _start([[s[name] for s in seed] for seed in starts.values()]) for name in TITLES}
-    return SuiteResult(folder.name, methods, before, prompts, missing)
+    before = {name: _start([[s.get(name) for s in seed] for seed in starts.values()]) for name in titles}
+    return SuiteResult(folder.name, methods, before, prompts, missing, titles)
+
+
+def _metric(name: str) -> Metric:
+    """What is known of it; a KL to one teacher is one."""
+    return METRICS.get(name) or METRICS["eval/teacher_kl"]
 
 
 def _start(seeds: Sequence[Sequence[float | None]]) -> float | None:
@@ -235,9 +254,9 @@ def suite_table(suite: SuiteResult) -> Table:
     for heading in ("", "mean over seeds (95% interval)", "difference to the first"):
         table.add_column(heading, overflow="fold")
     for name in suite.metrics:
-        table.add_row(Text(TITLES[name], style="bold"))
+        table.add_row(Text(printable(suite.titles[name]), style="bold"))
         table.add_row("  start", number(suite.before[name]), "")
-        digits = 1 if METRICS[name].unit == "tokens" else 3
+        digits = 1 if _metric(name).unit == "tokens" else 3
         for m in suite.methods:
             difference = _text(m.difference[name], signed=True, digits=digits)
             table.add_row(Text(f"  {m.label}"), _text(m.after[name], digits=digits), difference)
@@ -253,8 +272,8 @@ def suite_svg(suite: SuiteResult) -> str:
         for m in suite.methods:
             mean = m.after[name]
             estimate = Estimate(mean.value, mean.low, mean.high, "fewer than two finished runs" if mean.n < 2 else None)
-            dots.append(Dot(m.label, estimate, METRICS[name].unit))
-        panels.append(Panel(f"{TITLES[name]}; dashed: the start", dots, suite.before[name]))
+            dots.append(Dot(m.label, estimate, _metric(name).unit))
+        panels.append(Panel(f"{suite.titles[name]}; dashed: the start", dots, suite.before[name]))
     return document(f"{suite.name}: mean over seeds with 95% intervals", panels, (), caption(suite))
 
 
@@ -284,7 +303,7 @@ def rendered_suite(env: Environment, suite: SuiteResult) -> str:
 
 
 def _metric_view(suite: SuiteResult, name: str) -> dict[str, Any]:
-    metric, start = METRICS[name], suite.before[name]
+    metric, start = _metric(name), suite.before[name]
     digits = 1 if metric.unit == "tokens" else 3
     ends = [v for m in suite.methods for v in (m.after[name].low, m.after[name].value, m.after[name].high)]
     known = [v for v in (*ends, start) if v is not None]
@@ -298,7 +317,7 @@ def _metric_view(suite: SuiteResult, name: str) -> dict[str, Any]:
 
     ticks = nice_ticks(low, high, 5)
     return {
-        "title": TITLES[name],
+        "title": passage(suite.titles[name], 200),
         "better": {"up": "higher is better", "down": "lower is better", "none": ""}[metric.direction],
         "width": _STRIP,
         "ticks": [{"at": at(tick), "label": label} for tick, label in zip(ticks, tick_labels(ticks), strict=True)],

@@ -36,6 +36,7 @@ from slime_tandem.report.summary import (
     load_files,
     load_rewards,
     run_label,
+    shown_metrics,
     summary_of,
 )
 from slime_tandem.report.transcripts import TRANSCRIPTS, Ends, not_transcripts, passage, read_ends, transcript_groups
@@ -63,7 +64,8 @@ EVALUATION = (
     ("eval/reward_mean", "Reward"),
     ("eval/response_tokens_mean", "Response length"),
 )
-CARDS = EVALUATION[:4]
+CARDS = 4
+"""How many of them, the first that a run has, stand as large numbers at the top."""
 SECONDS = ("rollout", "scoring", "training", "sync", "other")
 
 
@@ -172,7 +174,8 @@ def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
     control = arms[1] if len(arms) > 1 else None
     summary = summary_of(config, arms[0].files, None if control is None else control.files)
     parts = [summary["run"], *([summary["control"]] if summary["control"] is not None else [])]
-    lines = [(arm.label, arm.key, arm.files.steps) for arm in arms]
+    titles_of, lines = dict(EVALUATION), [(arm.label, arm.key, arm.files.steps) for arm in arms]
+    shown = [(name, titles_of[name]) for name in shown_metrics(list(titles_of), parts)]
     by_task, tasks_left_out = task_curves([(arm.label, arm.key, arm.rewards) for arm in arms])
     try:
         groups = transcript_groups([(arm.key, arm.label, arm.ends) for arm in arms])
@@ -183,18 +186,20 @@ def page_view(config: RunConfig, arms: Sequence[ArmData]) -> dict[str, Any]:
         "name": passage(config.name, 200),
         "status": _status(summary),
         "legend": [(arm.key, arm.label) for arm in arms],
-        "cards": [_card(name, title, parts) for name, title in CARDS],
+        "cards": [_card(name, title, parts) for name, title in shown[:CARDS]],
         "curves": [c for name, title in CURVES if (c := curve(name, title, lines)) is not None],
         "by_task": by_task,
         "tasks_left_out": tasks_left_out,
         "box": {"w": WIDTH, "h": HEIGHT, "l": LEFT, "r": WIDTH - RIGHT, "t": TOP, "b": HEIGHT - BOTTOM},
         "evaluation": [
             (title, METRICS[name].unit, METRICS[name].description, [_cell(name, part) for part in parts])
-            for name, title in EVALUATION
+            for name, title in shown
         ]
+        + _teachers(parts)
         + _reward_parts([arm.parts for arm in arms]),
         "seconds": _seconds(parts),
         "groups": groups,
+        "answered": any(t.reward is not None for group in groups for t in group.transcripts),
         "config_yaml": config.to_yaml(),
         "config_line": (
             f"{config.train.steps} steps of {config.train.prompts_per_step} prompts × "
@@ -240,6 +245,21 @@ def _card(name: str, title: str, parts: Sequence[RunPart]) -> dict[str, Any]:
 def _cell(name: str, part: RunPart) -> Cell:
     before, after = ((part[when] or {}).get(name) for when in ("before", "after"))
     return _change(before, after, METRICS[name].direction, 1 if METRICS[name].unit == "tokens" else 3)
+
+
+def _teachers(parts: Sequence[RunPart]) -> list[tuple[str, str, str, list[Cell]]]:
+    """Rows of the evaluation's table for the KL to each teacher, where there are several; as `_reward_parts`."""
+    metric = METRICS["eval/teacher_kl"]
+    what = "eval/teacher_kl of the responses that this teacher has scored"
+    return [
+        (
+            passage(f"Teacher KL: {name}", 200),
+            metric.unit,
+            what,
+            [_change(*part["teachers"].get(name, (None, None)), metric.direction, 3) for part in parts],
+        )
+        for name in sorted({name for part in parts for name in part["teachers"]})
+    ]
 
 
 def _reward_parts(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, str, list[Cell]]]:

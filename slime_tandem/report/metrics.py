@@ -435,6 +435,15 @@ def part_metric(room: str, task: str, part: str) -> str:
     return f"{room}/reward_parts/{task}/{part}"
 
 
+def reward_metric(task: str) -> str:
+    """The name of the histogram of a task's rewards on dashboards.
+
+    >>> reward_metric("sums")
+    'rollout/reward/sums'
+    """
+    return f"rollout/reward/{task}"
+
+
 METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in _TABLE})
 assert len(METRICS) == len(_TABLE), "a metric name appears twice"
 

@@ -232,10 +232,12 @@ def _one_line(text: Text) -> Text:
 
 
 def _figures(row: Mapping[str, float | None]) -> str:
-    return (
-        f"reward {_number(row['rollout/reward_mean'])}  senior {_number(row['tandem/senior_token_fraction'], 2)}  "
-        f"KL {_number(row['opd/teacher_kl'], 2)}  {_number(row['time/step_s'], 1)} s/step"
-    )
+    """A step in a line; without a reward the KL to the teacher is what there is to be seen, with all its digits."""
+    reward, kl = row["rollout/reward_mean"], row["opd/teacher_kl"]
+    shown = [f"KL {_number(kl)}"] if reward is None else [f"reward {_number(reward)}"]
+    shown.append(f"senior {_number(row['tandem/senior_token_fraction'], 2)}")
+    shown += [] if reward is None else [f"KL {_number(kl, 2)}"]
+    return "  ".join([*shown, f"{_number(row['time/step_s'], 1)} s/step"])
 
 
 def _number(value: float | None, digits: int = 3) -> str:

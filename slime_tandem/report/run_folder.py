@@ -28,14 +28,18 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, RunDirError
 from slime_tandem.files import parse_json, whole_file
-from slime_tandem.report.metrics import Row, check_row, part_metric
-from slime_tandem.report.trackers import Trackers
+from slime_tandem.report.metrics import Row, check_row, part_metric, reward_metric
+from slime_tandem.report.teachers import TEACHERS, EvaluationTeachers, teacher_kls, teacher_metric
+from slime_tandem.report.trackers import Histogram, Trackers
 from slime_tandem.types import ScoredSample
 
 EvalPhase = Literal["before", "during", "after"]
 
 RIGHT = "right"
 """What a row of eval.jsonl holds beside its metrics: by metric the share of right responses of each held-out prompt."""
+
+REWARDS = "rewards"
+"""The same for the mean reward of each held-out prompt, where rewards are own numbers that say nothing of right and wrong."""
 
 # A resumed run may change these: they decide how long and where a run goes on, not what its past steps were.
 _FREE_ON_RESUME = (
@@ -66,7 +70,7 @@ class TranscriptToken:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One response as the report shows it."""
+    """One response as the report shows it. `reward` None: it failed, or (`unasked`) there is none to be found."""
 
     prompt: str
     label: str | None
@@ -75,6 +79,7 @@ class Transcript:
     finish_reason: str
     tokens: tuple[TranscriptToken, ...]
     parts: Mapping[str, float] = field(default_factory=dict)
+    unasked: bool = False
 
 
 def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcript:
@@ -92,7 +97,8 @@ def transcript_of(scored: ScoredSample, token_texts: Sequence[str]) -> Transcrip
     tokens = tuple(
         TranscriptToken(*parts) for parts in zip(token_texts, authors, s.log_probs, teacher_log_probs, strict=True)
     )
-    return Transcript(prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens, scored.parts)
+    about = (prompt, s.prompt.label, s.prompt.task, scored.reward, s.finish_reason, tokens)
+    return Transcript(*about, scored.parts, scored.unasked)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -227,10 +233,14 @@ class RunWriter:
         self._report(step, row)
 
     def write_rewards(self, step: int, histograms: Sequence[Mapping[str, Any]]) -> None:
-        """Append a step's `objective.advantages.reward_histograms`, one row per task tag; TensorBoard gets them, too."""
+        """Append a step's `objective.advantages.reward_histograms`, one row per task tag; the trackers get the
+        histograms, too."""
         self._append(self._rewards, [{"step": step, **histogram} for histogram in histograms])
         if self._events is not None:
             self._events.histograms(step, histograms)
+        if self._trackers is not None and histograms:
+            drawn = {reward_metric(h["task"]): Histogram(tuple(h["counts"]), tuple(h["edges"])) for h in histograms}
+            self._trackers.log(step, drawn)
 
     def write_parts(self, step: int, phase: Literal["train", "eval"], records: Sequence[Mapping[str, Any]]) -> None:
         """Append what `training.metrics.part_means` found of a step; those of an evaluation replace the ones of the same step.
@@ -245,20 +255,29 @@ class RunWriter:
             self._report(step, {part_metric(room, r["task"], r["part"]): r["mean"] for r in records})
 
     def write_eval(
-        self, step: int, phase: EvalPhase, row: Row, right: Mapping[str, Sequence[float | None]] | None = None
+        self,
+        step: int,
+        phase: EvalPhase,
+        row: Row,
+        right: Mapping[str, Sequence[float | None]] | None = None,
+        teachers: EvaluationTeachers | None = None,
+        rewards: Sequence[float | None] | None = None,
     ) -> None:
         """Append one evaluation, after `step` updates; the same (step, phase) again replaces the old row.
 
-        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals.
+        `right`: by metric the share of right responses of each held-out prompt, in their order, for paired intervals;
+        `teachers`: what the KL to each is made of; `rewards`: of each prompt, where nothing says which were right. The trackers
+        get each teacher's KL, where there are several.
         """
         check_row(row, "eval")
         if (step, phase) in self._seen:
             _keep_rows(self._evals, lambda old: (old["step"], old.get("phase")) != (step, phase), self._files)
-        self._append(
-            self._evals, [{"step": step, "phase": phase, **row, **({} if right is None else {RIGHT: dict(right)})}]
-        )
+        beside: dict[str, Any] = {} if right is None else {RIGHT: dict(right)}
+        beside |= {} if teachers is None else {TEACHERS: teachers}
+        beside |= {} if rewards is None else {REWARDS: list(rewards)}
+        self._append(self._evals, [{"step": step, "phase": phase, **row, **beside}])
         self._seen.add((step, phase))
-        self._report(step, row)
+        self._report(step, {**row, **{teacher_metric(name): kl for name, kl in teacher_kls(beside).items()}})
 
     def write_transcripts(self, step: int, phase: Literal["train", "eval"], transcripts: Sequence[Transcript]) -> None:
         """Append the transcripts of a step. Those of an evaluation replace the ones of the same step.
@@ -332,7 +351,7 @@ class _EventFile:
         """One event with a histogram of the rewards of each task."""
         values = [
             summary_pb2.Summary.Value(
-                tag=f"rollout/reward/{r['task']}",
+                tag=reward_metric(r["task"]),
                 histo=summary_pb2.HistogramProto(
                     min=r["min"],
                     max=r["max"],
@@ -374,6 +393,7 @@ def _as_json(t: Transcript) -> dict[str, Any]:
         for k in t.tokens
     ]
     head = {"prompt": t.prompt, "label": t.label, "task": t.task, "reward": t.reward, "parts": dict(t.parts)}
+    head |= {"unasked": True} if t.unasked else {}
     return {**head, "finish_reason": t.finish_reason, "tokens": tokens}
 
 

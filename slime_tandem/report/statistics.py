@@ -130,6 +130,23 @@ def interval(numerator: FloatArray, denominator: FloatArray, zero: str) -> Estim
     return Estimate(value, float(low), float(high))
 
 
+def ratio_difference(before: Ratio, after: Ratio, *, resamples: int, seed: int) -> Estimate:
+    """`after - before`, two ratios of sums over the same prompts, with a percentile interval of a bootstrap over them.
+
+    >>> x, n = np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.0, 2.0])
+    >>> e = ratio_difference(Ratio(2 * x, n), Ratio(x, n), resamples=200, seed=0)
+    >>> e.value, -1.5 <= e.low <= e.high <= -0.5
+    (-1.0, True)
+    """
+    columns = []
+    for ratio in (before, after):
+        denominator = np.ones_like(ratio.numerator) if ratio.denominator is None else ratio.denominator
+        columns += [np.asarray(ratio.numerator, np.float64), np.asarray(denominator, np.float64)]
+    means = resampled_means(columns, resamples, seed)
+    a, b, c, d = means.T
+    return interval(c * b - a * d, b * d, before.zero)
+
+
 def of_runs(runs: Sequence[FloatArray], *, resamples: int, seed: int) -> Estimate:
     """The mean over runs of each run's mean over prompts, with a percentile interval of a hierarchical bootstrap.
 

@@ -9,13 +9,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
 from slime_tandem.report.metrics import METRICS, Row, Scope, row_keys
-from slime_tandem.report.run_folder import RIGHT, disk_errors, read_rows
-from slime_tandem.report.statistics import difference_interval, paired_interval
+from slime_tandem.report.run_folder import REWARDS, RIGHT, disk_errors, read_rows
+from slime_tandem.report.statistics import difference_interval, mean_interval, paired_interval
+from slime_tandem.report.teachers import TEACHERS, is_teachers, kl_change, teacher_kls
 
 CONTROL_LABEL = "solo control"
 DASH = "–"
@@ -34,12 +35,14 @@ class Seconds(TypedDict):
 
 
 class RunPart(TypedDict):
-    """One of the runs in a folder: the run itself or its control."""
+    """One of the runs in a folder: the run itself or its control. `teachers`: the KL to each before and after training, where
+    there are several."""
 
     label: str
     steps: int
     before: dict[str, float | None] | None
     after: dict[str, float | None] | None
+    teachers: dict[str, tuple[float | None, float | None]]
     seconds: Seconds
     retries: int
     failed_samples: int
@@ -54,8 +57,8 @@ class Comparison(TypedDict):
     label: str
     run: float
     control: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     paired: bool
     better: str | None
     text: str
@@ -64,7 +67,9 @@ class Comparison(TypedDict):
 class Verdict(TypedDict):
     """Did it learn? `learned` is None when there is no evaluation before and after. Intervals are at level 0.95.
 
-    `low`, `high` are of `after - before`; `paired`: by prompt (`report.statistics.paired_interval`), else as of other prompts.
+    `metric`: an accuracy; `eval/reward_mean` where rewards are own numbers, of which none is called `correct`;
+    `eval/teacher_kl` where no held-out prompt has a reward. `low`, `high` are of `after - before`; `paired`: by prompt
+    (`report.statistics`: `paired_interval`, `mean_interval`, `ratio_difference`), else as of other prompts.
     """
 
     learned: bool | None
@@ -151,6 +156,8 @@ def checked_row(path: Path, scope: Scope, row: Mapping[str, Any]) -> Mapping[str
     wrong = [n for n in row_keys(scope) if n not in row or not _is_value(row[n], fraction=_is_fraction(n))]
     wrong += ["phase"] if scope == "eval" and not isinstance(row.get("phase"), str) else []
     wrong += [RIGHT] if scope == "eval" and not _is_right(row.get(RIGHT, {})) else []
+    wrong += [REWARDS] if scope == "eval" and not _are_values(row.get(REWARDS, [])) else []
+    wrong += [TEACHERS] if scope == "eval" and TEACHERS in row and not is_teachers(row[TEACHERS]) else []
     if wrong:
         raise RunDirError(
             f"{path} step {row['step']}: {wrong[0]}",
@@ -173,7 +180,12 @@ def _is_value(value: object, *, fraction: bool = False) -> bool:
     return -1e-6 <= value <= 1 + 1e-6 if fraction else abs(value) <= _LARGEST
 
 
-_OTHERS = {"phase": "a name", RIGHT: "by metric a list of numbers in [0, 1] or null"}
+_OTHERS = {
+    "phase": "a name",
+    RIGHT: "by metric a list of numbers in [0, 1] or null",
+    REWARDS: "a list of finite numbers or null",
+    TEACHERS: "what the KL to `all` teachers and to each `by_name` is made of",
+}
 
 
 def _is_right(value: object) -> bool:
@@ -181,6 +193,10 @@ def _is_right(value: object) -> bool:
         isinstance(shares, list) and all(_is_value(share, fraction=True) for share in shares)
         for shares in value.values()
     )
+
+
+def _are_values(values: object) -> bool:
+    return isinstance(values, list) and all(_is_value(value) for value in values)
 
 
 def _is_fraction(name: str) -> bool:
@@ -260,10 +276,33 @@ def _part(label: str, files: RunFiles) -> RunPart:
         "steps": len(steps),
         "before": None if before is None else {name: before[name] for name in names},
         "after": None if after is None else {name: after[name] for name in names},
+        "teachers": _teachers(before, after),
         "seconds": _seconds(steps),
         "retries": int(sum(row["engine/retries"] or 0 for row in steps)),
         "failed_samples": int(sum(row["opd/failed_samples"] or 0 for row in steps)),
     }
+
+
+def _teachers(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> dict[str, tuple[float | None, float | None]]:
+    first, last = teacher_kls(before), teacher_kls(after)
+    return {name: (first.get(name), last.get(name)) for name in sorted(first.keys() | last.keys())}
+
+
+def shown_metrics(names: Sequence[str], parts: Sequence[RunPart]) -> list[str]:
+    """Those of the evaluation's `names` that say something of these runs: without any reward none that is made of rewards."""
+    unrewarded = all(_unrewarded(part) for part in parts)
+    return [name for name in names if not (unrewarded and name in _OF_REWARDS)]
+
+
+_OF_REWARDS = ("eval/solo_accuracy", "eval/tandem_accuracy", "eval/handoff_retention", "eval/reward_mean")
+
+
+def _unrewarded(part: RunPart) -> bool:
+    """Whether its evaluations have found no reward; False while there is none."""
+    rows = [row for row in (part["before"], part["after"]) if row is not None]
+    return bool(rows) and all(row["eval/solo_accuracy"] is None for row in rows)
 
 
 def _seconds(steps: Sequence[Row]) -> Seconds:
@@ -285,8 +324,18 @@ def _seconds(steps: Sequence[Row]) -> Seconds:
     }
 
 
-def _measured(config: RunConfig) -> tuple[str, str]:
-    """The metric that decides, and what it is called."""
+_Rows = tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+_KL, _REWARD = "eval/teacher_kl", "eval/reward_mean"
+
+
+def _measured(config: RunConfig, run: RunPart, rows: _Rows) -> tuple[str, str]:
+    """The metric that decides, and what it is called: an accuracy, the reward where it says nothing of right and wrong, or the
+    KL to the teachers without any reward."""
+    there = [row for row in rows if row is not None]
+    if there and all(REWARDS in row for row in there):
+        return _REWARD, "reward"
+    if _unrewarded(run):
+        return _KL, "KL to the teacher" + ("s" if len(run["teachers"]) > 1 else "")
     return (
         ("eval/tandem_accuracy", "tandem accuracy")
         if config.tandem.enabled
@@ -294,32 +343,63 @@ def _measured(config: RunConfig) -> tuple[str, str]:
     )
 
 
-def _interval(
-    metric: str, n: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
-) -> tuple[float, float, bool]:
-    """(low, high, whether it is paired) of a metric's difference between two evaluations of the same `n` prompts.
+class _Change(NamedTuple):
+    """Of a metric between two evaluations of the same prompts: its interval (None: not known, and `why`), whether it is paired,
+    over how many prompts."""
+
+    low: float | None
+    high: float | None
+    paired: bool
+    prompts: int
+    why: str | None = None
+
+    @property
+    def words(self) -> str:
+        if self.low is None or self.high is None:
+            return f"no interval: {self.why}"
+        return (
+            f"95% interval {self.low:+.3f} to {self.high:+.3f}{', paired by prompt' if self.paired else ', not paired'}"
+        )
+
+    def shown(self, metric: str) -> bool | None:
+        """Whether the interval shows a change for the better (True) or the worse; None where it shows neither."""
+        if self.low is None or self.high is None or self.low <= 0 <= self.high:
+            return None
+        return (self.low > 0) == (METRICS[metric].direction == "up")
+
+
+def _interval(metric: str, n: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> _Change:
+    """Of a metric between two evaluations of the same `n` prompts.
 
     Rows that do not say which prompts were right (of older runs) give an interval as of other prompts, which is too wide.
     """
     assert before is not None
     assert after is not None
-    first, second = (row.get(RIGHT, {}).get(metric, ()) for row in (before, after))
-    if first and len(first) == len(second):
+    if metric == _KL:
+        found = kl_change(before, after)
+        if found is None:
+            return _Change(None, None, False, n, "the rows do not have it prompt by prompt")
+        return _Change(found.low, found.high, True, n, found.reason)
+    of_prompts = (
+        row.get(REWARDS, ()) if metric == _REWARD else row.get(RIGHT, {}).get(metric, ()) for row in (before, after)
+    )
+    first, second = of_prompts
+    pairs: list[float] = []
+    if first and len(first) == len(second):  # prompts without a reward have none
         pairs = [b - a for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-        if pairs:
-            return (*paired_interval(pairs), True)
-    return (*difference_interval(before[metric], after[metric], n), False)
-
-
-def _words(low: float, high: float, paired: bool) -> str:
-    return f"95% interval {low:+.3f} to {high:+.3f}{', paired by prompt' if paired else ', not paired'}"
+    if metric == _REWARD:
+        if len(pairs) < 2:
+            return _Change(None, None, False, n, "fewer than two prompts have a reward in both")
+        return _Change(*mean_interval(pairs), True, len(pairs))
+    if pairs:
+        return _Change(*paired_interval(pairs), True, len(pairs))
+    return _Change(*difference_interval(before[metric], after[metric], n), False, n)
 
 
 def _verdict(
     run: RunPart, config: RunConfig, rows: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
 ) -> Verdict:
-    n = config.eval.prompts
-    metric, what = _measured(config)
+    metric, what = _measured(config, run, rows)
     before = run["before"][metric] if run["before"] else None
     after = run["after"][metric] if run["after"] else None
     verdict: Verdict = {
@@ -332,14 +412,16 @@ def _verdict(
             f"Not known: {run['steps']} of {config.train.steps} steps done, no evaluation {missing} training."
         )
         return verdict
-    low, high, paired = _interval(metric, n, *rows)
+    change = _interval(metric, config.eval.prompts, *rows)
     moved = f"{'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f}"
-    lead = "Yes" if low > 0 else "No, it got worse" if high < 0 else "Not shown"
+    shown = change.shown(metric)
+    lead = "Yes" if shown else "No, it got worse" if shown is False else "Not shown"
     verdict["text"] = (
-        f"{lead}: {what} on {n} held-out prompts {moved if after != before else f'stayed at {after:.3f}'} "
-        f"({after - before:+.3f}, {_words(low, high, paired)})."
+        f"{lead}: {what} on {change.prompts} held-out prompts {moved if after != before else f'stayed at {after:.3f}'} "
+        f"({after - before:+.3f}, {change.words})."
     )
-    return verdict | {"learned": low > 0, "low": low, "high": high, "paired": paired}
+    learned = None if change.low is None else shown is True
+    return verdict | {"learned": learned, "low": change.low, "high": change.high, "paired": change.paired}
 
 
 def _against(
@@ -349,21 +431,22 @@ def _against(
     control_row: Mapping[str, Any] | None,
     run_row: Mapping[str, Any] | None,
 ) -> Comparison | None:
-    metric, what = _measured(config)
+    metric, what = _measured(config, run, (control_row, run_row))
     own = run["after"][metric] if run["after"] else None
     other = control["after"][metric] if control["after"] else None
     if own is None or other is None:
         return None
-    low, high, paired = _interval(metric, config.eval.prompts, control_row, run_row)
-    better = run["label"] if low > 0 else control["label"] if high < 0 else None
+    change = _interval(metric, config.eval.prompts, control_row, run_row)
+    shown = change.shown(metric)
+    better = run["label"] if shown else control["label"] if shown is False else None
     if better is None:
         lead = f"No difference to the {control['label']} is shown"
     elif better == run["label"]:
         lead = f"It did better than the {control['label']}"
     else:
         lead = f"The {control['label']} did better"
-    text = f"{lead}: {what} {own:.3f} against {other:.3f} ({own - other:+.3f}, {_words(low, high, paired)})."
+    text = f"{lead}: {what} {own:.3f} against {other:.3f} ({own - other:+.3f}, {change.words})."
     return {
-        "label": control["label"], "run": own, "control": other, "low": low, "high": high, "paired": paired,
-        "better": better, "text": text,
+        "label": control["label"], "run": own, "control": other, "low": change.low, "high": change.high,
+        "paired": change.paired, "better": better, "text": text,
     }  # fmt: skip

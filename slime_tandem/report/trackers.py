@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, RunDirError, printable
 from slime_tandem.files import read_json, record_of, whole_file
-from slime_tandem.report.metrics import Row
 
 ENDS_IN_S = 60.0
 """Seconds that a tracker may take to end, all of its rows sent."""
@@ -46,10 +45,22 @@ class Named:
         return self.config.model_dump(mode="json", exclude=_NOT_THEIRS)
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Values as counts [n] between edges [n + 1]."""
+
+    counts: tuple[int, ...]
+    edges: tuple[float, ...]
+
+
+Logged = Mapping[str, float | Histogram | None]
+"""What a tracker gets at once: a row of metrics, or histograms by name."""
+
+
 class Tracker(Protocol):
     """One of them, open."""
 
-    def log(self, step: int, row: Row) -> None:
+    def log(self, step: int, row: Logged) -> None:
         """Take one row: of a step, or of an evaluation after so many."""
         ...
 
@@ -79,8 +90,10 @@ class _WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, row: Row) -> None:
-        self._run.log({"step": step, **row})
+    def log(self, step: int, row: Logged) -> None:
+        import wandb
+
+        self._run.log({"step": step, **_drawn(row, wandb.Histogram)})
 
     def finish(self) -> None:
         self._run.finish()
@@ -99,11 +112,21 @@ class _Trackio:
             embed=False,
         )
 
-    def log(self, step: int, row: Row) -> None:
-        self._run.log(dict(row), step=step)
+    def log(self, step: int, row: Logged) -> None:
+        import trackio
+
+        self._run.log(_drawn(row, trackio.Histogram), step=step)
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def _drawn(row: Logged, made: Callable[..., Any]) -> dict[str, Any]:
+    """The row with a tracker's own histograms: both libraries take numpy's counts and edges under one name."""
+    return {
+        name: made(np_histogram=(list(value.counts), list(value.edges))) if isinstance(value, Histogram) else value
+        for name, value in row.items()
+    }
 
 
 TRACKERS: Mapping[str, Callable[[Named], Tracker]] = {"wandb": _WeightsAndBiases, "trackio": _Trackio}
@@ -150,12 +173,12 @@ class Trackers:
         self._config, self._folder, self._name = config, folder, name
         self._lines = [_Line(tracker, openers[tracker], self) for tracker in self.lost]
 
-    def log(self, step: int, row: Row) -> None:
+    def log(self, step: int, row: Logged) -> None:
         """Hand a row on; the first one opens the trackers. Raises RunDirError if the run's id there cannot be kept."""
         if self._lines and not self._started:
-            run_id, resumed = _run_id(self._folder)
+            kept, resumed = _kept_id(self._folder)
             self._started = True
-            named = Named(self._name, self._config.name, run_id, resumed, self._folder, self._config)
+            named = Named(self._name, self._config.name, kept, resumed, self._folder, self._config)
             for line in self._lines:
                 line.start(named)
         for line in self._lines:
@@ -201,7 +224,7 @@ class _Line:
 
     def __init__(self, name: str, opener: Callable[[Named], Tracker], owner: Trackers) -> None:
         self.name, self._opener, self._owner = name, opener, owner
-        self.rows: queue.SimpleQueue[tuple[int, Row] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[int, Logged] | None] = queue.SimpleQueue()
         self.taken = 0
         self.thread = threading.Thread()
 
@@ -231,19 +254,27 @@ class _Line:
             self._owner.tell(self.name, "did not end well", error)
 
 
-def _run_id(folder: Path) -> tuple[str, bool]:
-    """(the id of this run for trackers, whether it had one): made once, kept in the run's folder."""
+def run_id(folder: Path) -> tuple[str, Path, str | None]:
+    """(the id of a run for trackers, the file in its folder that keeps it, what is to be written there): one that is kept stays
+    (None), else a new one. Raises RunDirError for a damaged file."""
     path = folder / _IDS
     if path.exists():
         try:
-            return record_of(dict[str, str], read_json(path))["run_id"], True
+            return record_of(dict[str, str], read_json(path))["run_id"], path, None
         except (OSError, ValueError, KeyError) as error:
             expected = f"the run's id at its trackers ({error})"
             raise RunDirError("record of the trackers", str(path), expected, "restore the file, or delete it") from None
     made = secrets.token_hex(4)
-    try:
-        with whole_file(path) as unfinished:
-            unfinished.write_text(json.dumps({"run_id": made}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunDirError.of_os_error(path, error) from error
-    return made, False
+    return made, path, json.dumps({"run_id": made}) + "\n"
+
+
+def _kept_id(folder: Path) -> tuple[str, bool]:
+    """(the id of this run for trackers, whether it had one): made once, kept in the run's folder."""
+    found, path, text = run_id(folder)
+    if text is not None:
+        try:
+            with whole_file(path) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RunDirError.of_os_error(path, error) from error
+    return found, text is None

@@ -56,7 +56,7 @@ class TranscriptView:
     prompt: Markup
     label: Markup | None
     task: Markup
-    reward: str
+    reward: str | None
     right: bool
     finish: Markup
     n_tokens: int
@@ -175,7 +175,7 @@ def _view(row: Mapping[str, Any], column: int) -> TranscriptView:
         prompt=passage(str(row["prompt"])),
         label=None if row["label"] is None else passage(str(row["label"])),
         task=passage(str(row["task"]), 200),
-        reward=_said_reward(row["reward"], parts),
+        reward=None if row.get("unasked") is True else _said_reward(row["reward"], parts),
         right=is_right(row["reward"], parts),
         finish=passage(_FINISH.get(row["finish_reason"], str(row["finish_reason"])), 200),
         n_tokens=len(raw),

@@ -1,17 +1,29 @@
-"""`--data-source-path`: slime's data source, whose samples also keep the raw chat messages of their prompt.
+"""`--data-source-path`: slime's data source, whose samples also keep the raw chat messages of their prompt, and which notices
+another prompt file.
 
 slime renders a prompt with the senior's template and forgets the messages; teachers and juniors with another tokenizer render
-them with their own. They are kept in `sample.metadata["messages"]`. Everything else (buffer, epochs, checkpoints) is slime's.
+them with their own. They are kept in `sample.metadata["messages"]`. The place in the data that slime saves beside a checkpoint
+is a number of rows: with it goes a fingerprint of the file that they were counted in. Everything else (buffer, epochs,
+checkpoints) is slime's.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime_tandem.errors import DataError
+from slime_tandem.files import fingerprint
 from slime_tandem.slime_hooks import wire
 from slime_tandem.slime_hooks.settings import settings
+
+_KEPT = "slime_tandem_data"
+"""The key of the saved metadata under which the prompt file's fingerprint stands."""
+_SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
+"""What slime lets stand behind a file's name: rows of it."""
 
 
 class MessagesDataSource:
@@ -26,6 +38,8 @@ class MessagesDataSource:
         unrendered = copy.copy(args)
         unrendered.apply_chat_template = False
         self._source = RolloutDataSourceWithBuffer(unrendered)
+        self._args = args
+        self._fingerprint: Mapping[str, Any] | None = None
         dataset = getattr(self._source, "dataset", None)
         if dataset is not None:
             self._keep_messages(args, dataset)
@@ -69,12 +83,43 @@ class MessagesDataSource:
         self._source.add_samples(samples)
 
     def save(self, rollout_id: int) -> None:
-        """Write the place in the data beside a checkpoint."""
+        """Write the place in the data, and what the data are, beside a checkpoint."""
+        if (path := self._file()) is not None:
+            if self._fingerprint is None:
+                size, digest = fingerprint(path)
+                self._fingerprint = {"name": str(self._args.prompt_data), "size": size, "sha256": digest}
+            self._source.metadata = {**(self._source.metadata or {}), _KEPT: self._fingerprint}
         self._source.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from a checkpoint's place."""
+        """Go on from a checkpoint's place. Raises DataError where it was counted in other data than these.
+
+        A file that has only grown at its end has the same rows at the same places, unless they are shuffled.
+        """
         self._source.load(rollout_id)
+        kept, path = (self._source.metadata or {}).get(_KEPT), self._file()
+        if kept is None or path is None:  # a checkpoint of an earlier version; no file
+            return
+        same_rows = _rows_of(kept["name"]) == _rows_of(str(self._args.prompt_data))
+        whole = getattr(self._args, "rollout_shuffle", False)
+        found = fingerprint(path, None if whole else kept["size"])
+        if not same_rows or found != (kept["size"], kept["sha256"]):
+            raise DataError(
+                "--prompt-data",
+                str(self._args.prompt_data),
+                f"the rows that the checkpoint's place was counted in: those of {kept['name']}, {kept['size']} bytes with "
+                f"SHA-256 {kept['sha256'][:12]}...",
+                "restore the file, or start anew in another --save"
+                + ("; rows may be added at the end only without --rollout-shuffle" if whole else ""),
+            )
+
+    def _file(self) -> Path | None:
+        """The prompt file, where there is one that this process reads."""
+        named = getattr(self._args, "prompt_data", None)
+        if getattr(self._source, "dataset", None) is None or named is None:
+            return None
+        path = Path(_SLICE.sub("", str(named)))
+        return path if path.is_file() else None
 
     def __len__(self) -> int:
         return len(self._source)
@@ -83,3 +128,13 @@ class MessagesDataSource:
         if name.startswith("__") or name == "_source":
             raise AttributeError(name)
         return getattr(self._source, name)
+
+
+def _rows_of(name: str) -> str:
+    """Which rows of its file a name means, as slime writes it; empty for all.
+
+    >>> _rows_of("/data/train.jsonl@[0:100]"), _rows_of("/data/train.jsonl")
+    ('@[0:100]', '')
+    """
+    found = _SLICE.search(name)
+    return "" if found is None else found[0]

@@ -38,6 +38,7 @@ from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.own_code import check_extensions
 from slime_tandem.team.token_bank import TokenBank
 from slime_tandem.training.metrics import (
+    kl_by_teacher,
     part_means,
     part_scalars,
     response_metrics,
@@ -103,9 +104,17 @@ async def reward(args: Any, sample: Any, **_: Any) -> Any:
         return await _reward_group(args, sample, judges)
     index = task_of(sample, judges.config)
     if judges.by_label(index) and sample.label is None:
+        if _unasked(sample, judges):  # the 0.0 that slime is told stands for none
+            wire.put_verdict(sample, Verdict(None))
         return _told(args, Verdict(0.0))
     verdict = await judges.verdict(index, response_of(sample, text_alone=judges.by_label(index)))
     return _kept(args, sample, verdict)
+
+
+def _unasked(sample: Any, judges: Judges) -> bool:
+    """Whether there is no reward to be found: no label to compare with, where nothing is learnt from rewards."""
+    by_label = judges.by_label(task_of(sample, judges.config))
+    return by_label and sample.label is None and judges.config.objective.reward_coef == 0
 
 
 async def _reward_group(args: Any, samples: Sequence[Any], judges: Judges) -> list[Any]:
@@ -131,7 +140,7 @@ def _kept(args: Any, sample: Any, verdict: Verdict) -> Any:
         if own_advantages or settings(args).reward.on_failed_sample == "stop":
             raise DataError(
                 f"reward of sample {sample.index}",
-                f"none ({verdict.problem}: {verdict.why})",
+                f"none ({verdict.said})",
                 "a number, as slime's own advantages would count it as 0" if own_advantages else "a number",
                 "mend tasks[].reward, give it time by reward.own_timeout_s"
                 + (", or name our reward_post_process, which leaves it out" if own_advantages else ""),
@@ -163,7 +172,9 @@ def _judges(config: RunConfig) -> Judges:
 async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
     """`--rollout-sample-hook-path`: the teachers score a finished training sample; nothing is asked of an aborted one."""
     status = type(sample).Status
-    if evaluation or not settings(args).opd.enabled or sample.status not in (status.COMPLETED, status.TRUNCATED):
+    if not settings(args).opd.enabled or sample.status not in (status.COMPLETED, status.TRUNCATED):
+        return
+    if evaluation and not _unasked(sample, _judges(settings(args))):  # without a reward the teachers are the evaluation
         return
     await (await runtime.current(args)).score(sample)
 
@@ -177,13 +188,14 @@ def log_rollout(
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:
         config = settings(args)
-        require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample)
+        require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample, f"rollout {rollout_id}")
         scored = [_scored(s, args, config) for s in written]
         ends, markers = wire.ends_of(written), wire.markers_of(written)
         by_task = {
             f"rollout/reward_by_task/{row['task']}": row["mean"] for row in reward_histograms(*rewards_by_task(scored))
         }
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
+        metrics |= kl_by_teacher(scored)
         metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
         _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
         if rollout_id == 0 and config.objective.reward_coef > 0:
@@ -195,7 +207,7 @@ def _warn_if_equal(args: Any, config: RunConfig, scored: Sequence[ScoredSample])
     named = getattr(args, "custom_rm_path", None) or getattr(args, "rm_type", None)
     cause = why_equal(config.tasks, looks(scored), None if named == OUR_REWARD else named)
     if cause is not None:
-        logger.warning("\n  ".join([f"nothing to learn from: {cause.found}. {cause.remedy}.", *cause.examples]))
+        logger.warning(cause.warning)
 
 
 def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics: Any) -> bool:
@@ -204,16 +216,21 @@ def log_eval(rollout_id: int, args: Any, data: Mapping[str, Any], extra_metrics:
     for name, found in data.items():
         written = [s for s in found.get("samples") or () if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
         if any(failed := [wire.UNREWARDED in (s.metadata or {}) for s in found.get("samples") or ()]):
-            require_some([wire.verdict_of(s) for s in found["samples"]], "mask")
+            where = f"evaluation at rollout {rollout_id}, set {name}"
+            require_some([wire.verdict_of(s) for s in found["samples"]], "mask", where)
             if not getattr(args, "log_passrate", False):  # which takes groups of one size
                 # slime's mean is over these: one without a reward is no 0
                 found["rewards"][:] = [r for r, f in zip(found["rewards"], failed, strict=True) if not f]
         if any(wire.UNREWARDED not in s.metadata for s in written):
             scored = [_scored(s, args, settings(args)) for s in written]
             metrics = {**response_metrics(scored), **_past_limits(written)}
+            if any(s.teacher is not None for s in scored):
+                metrics |= teacher_metrics(scored, wire.ends_of(written)) | kl_by_teacher(scored)
             metrics |= {k.removeprefix("rollout/"): v for k, v in part_scalars("rollout", part_means(scored)).items()}
             _report(args, rollout_id, {f"eval/{name}/{k}": v for k, v in metrics.items()}, step_key="eval/step")
-    return False
+    # Where no prompt has a reward, slime's own log would show its 0.0 as one.
+    samples = [s for found in data.values() for s in found.get("samples") or ()]
+    return bool(samples) and all(wire.verdict_of(s).unasked for s in samples)
 
 
 def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
@@ -228,7 +245,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     _leave_out(args, samples)
     raw = [_reward_of(s, args) for s in samples]
     written = [s for s in samples if _unwritten(s) is None]
-    require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample)
+    where = f"rollout {getattr(args, 'logged_rollout_id', '?')}"
+    require_some([wire.verdict_of(s) for s in written], config.reward.on_failed_sample, where)
     groups = wire.groups_of(written)
     if (
         all(s.rollout_log_probs is None for s in written) and written
@@ -330,9 +348,10 @@ def _unrewarded(sample: Any) -> bool:
 def _scored(sample: Any, args: Any, config: RunConfig) -> ScoredSample:
     teacher, error = wire.scores_of(sample)
     value = 0.0 if sample.reward is None else _reward_of(sample, args)
-    reward = None if _unrewarded(sample) else value
+    unasked = wire.verdict_of(sample).unasked
+    reward = None if unasked or _unrewarded(sample) else value
     parts = {} if reward is None else wire.parts_of(sample)
-    return ScoredSample(wire.response_of(sample, config.seed), reward, teacher, error, parts)
+    return ScoredSample(wire.response_of(sample, config.seed), reward, teacher, error, parts, unasked)
 
 
 def _report(

@@ -55,7 +55,9 @@ SCORES = "slime_tandem_scores"
 PROBLEM = "slime_tandem_reward"
 """The same for the limit that scoring its response went past: `timeout` or `error`."""
 UNREWARDED = "slime_tandem_no_reward"
-"""The same for why the user's reward gave none."""
+"""The same for whose reward gave none, and why."""
+UNASKED = "slime_tandem_reward_unasked"
+"""The same for there being none to be found."""
 PARTS = "slime_tandem_reward_parts"
 """The same for the named parts of its reward."""
 MESSAGES = "messages"
@@ -251,7 +253,7 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    ours = (MESSAGES, RECORD, SCORES, PROBLEM, UNREWARDED, PARTS)
+    ours = (MESSAGES, RECORD, SCORES, PROBLEM, UNREWARDED, UNASKED, PARTS)
     kept = {name: value for name, value in metadata.items() if name not in ours}
     label = None if sample.label is None else str(sample.label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
@@ -325,8 +327,10 @@ def put_verdict(sample: Any, verdict: Verdict) -> None:
     found: dict[str, Any] = {}
     if verdict.problem is not None:
         found[PROBLEM] = verdict.problem
-    if verdict.reward is None:
-        found[UNREWARDED] = verdict.why or str(verdict.problem)
+    if verdict.failed:
+        found[UNREWARDED] = {"by": verdict.by, "why": verdict.why or str(verdict.problem)}
+    if verdict.unasked:
+        found[UNASKED] = True
     if verdict.parts:
         found[PARTS] = dict(verdict.parts)
     if found:
@@ -336,8 +340,11 @@ def put_verdict(sample: Any, verdict: Verdict) -> None:
 def verdict_of(sample: Any) -> Verdict:
     """What `put_verdict` kept, for counting."""
     metadata = sample.metadata or {}
-    why = metadata.get(UNREWARDED)
-    return Verdict(0.0 if why is None else None, metadata.get(PROBLEM), why=why or "")
+    if metadata.get(UNASKED):
+        return Verdict(None)
+    if UNREWARDED in metadata:
+        return Verdict(None, metadata.get(PROBLEM), **metadata[UNREWARDED])
+    return Verdict(0.0, metadata.get(PROBLEM))
 
 
 def parts_of(sample: Any) -> dict[str, float]:
@@ -425,6 +432,7 @@ def put_scores(sample: Any, scores: AlignedScores | TeacherScoreError) -> None:
             "candidates": None if c is None else [c.ids, c.teacher_log_probs, c.student_log_probs],
             "lists": None if lists is None else lists.columns,
             "bounded": scores.bounded,
+            "by_teacher": dict(scores.by_teacher) if len(scores.by_teacher) > 1 else {},  # one alone is the whole
         },
         teacher_error=None,
     )
@@ -447,4 +455,5 @@ def scores_of(sample: Any) -> tuple[AlignedScores | None, TeacherScoreError | No
         candidates=None if kept["candidates"] is None else Candidates(*kept["candidates"]),
         lists=None if kept["lists"] is None else TopLists(*kept["lists"]),
         bounded=kept.get("bounded"),
+        by_teacher=kept.get("by_teacher", {}),
     ), None

@@ -20,6 +20,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.config.section import set_in
 from slime_tandem.errors import ConfigError
 from slime_tandem.files import whole_file
+from slime_tandem.report.trackers import run_id
 from slime_tandem.slime_hooks.refused import KEY, OUR_REWARD
 from slime_tandem.slime_launch.budgets import check_context, check_memory
 from slime_tandem.slime_launch.layout import ACTOR, Layout, layout, serving_of, sglang_config, to_yaml
@@ -180,6 +181,11 @@ def plan(
         *_tracking(config, split(extra)),
     ]
     environment: dict[str, str] = dict(_CHUNKED) if config.opd.enabled else {}
+    if "wandb" in config.report_to and "WANDB_RUN_ID" not in os.environ:
+        # slime's primary process has no flag for an id of its own (--wandb-run-id is what it tells the others), W&B's does.
+        number, kept, text = run_id(config.run_dir.resolve())
+        environment |= {"WANDB_RUN_ID": number, "WANDB_RESUME": "allow"}
+        files |= {} if text is None else {kept: text}
     if fused is not None:
         variables, more = fused
         environment |= variables

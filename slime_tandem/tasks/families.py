@@ -82,7 +82,7 @@ class TaskSet:
     that does not exist, and for a family that refuses its config, DataError for a broken jsonl file. Prompt ids are content
     hashes: equal prompts have equal ids in every run. `metadata["spec"]` of a prompt is the number of its task. `limits`: what
     scoring one response may take. `labels`: prompts whose reward is the label's need one; else a response to one without
-    scores 0.
+    has no reward.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class TaskSet:
     def verdicts(self, responses: Sequence[Response | tuple[Prompt, str]]) -> list[Verdict]:
         """The verdict on each (prompt, response text), in order: by the task's reward, else by its family's scorer.
 
-        Built-in ones give 0.0 where there is no answer; a user's that fails gives none, and the verdict says why.
+        Built-in ones give 0.0 where there is no answer; a user's that fails gives none, and the verdict says why. Nor
+        is there one for a prompt without a label, where no labels are needed.
         """
         by_task: dict[int, list[int]] = {}
         for i, response in enumerate(responses):
@@ -186,13 +187,16 @@ class TaskSet:
         found: dict[int, Verdict] = {}
         if not self._labels:
             for task, members in by_task.items():
-                if self.specs[task].by_label:
-                    bare = [i for i in members if responses[i][0].label is None]
-                    found |= dict.fromkeys(bare, Verdict(0.0))
-                    by_task[task] = [i for i in members if i not in found]
+                bare = [i for i in members if not self.is_rewarded(responses[i][0])]
+                found |= dict.fromkeys(bare, Verdict(None))
+                by_task[task] = [i for i in members if i not in found]
         for task, members in by_task.items():
             found.update(zip(members, self._judges[task].verdicts([responses[i] for i in members]), strict=True))
         return [found[i] for i in range(len(responses))]
+
+    def is_rewarded(self, prompt: Prompt) -> bool:
+        """Whether a response to it has a reward to be found: not to a prompt without a label, where no labels are needed."""
+        return self._labels or prompt.label is not None or not self.specs[prompt.metadata["spec"]].by_label
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """The score of one response; `verdicts` takes many at once.
@@ -201,6 +205,9 @@ class TaskSet:
         none.
         """
         (verdict,) = self.verdicts([(prompt, text)])
+        if verdict.unasked:
+            field, expected = f"label of prompt {prompt.prompt_id}", "the right answer, which the reward compares with"
+            raise DataError(field, None, expected, "give it one, or a reward by tasks[].reward")
         if verdict.reward is None:
             field = f"reward of tasks.{prompt.metadata['spec']} at prompt {prompt.prompt_id}"
             raise DataError(field, verdict.why, "a number, or named parts that are numbers", "mend the function")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slime_tandem.config import TaskSpec
-from slime_tandem.errors import printable
+from slime_tandem.errors import printable, sentence
 from slime_tandem.tasks.answers import FORMATS, extract_answer, quick_label_reward
 from slime_tandem.types import Prompt, ScoredSample
 
@@ -31,6 +31,11 @@ class Cause(NamedTuple):
     found: str
     remedy: str
     examples: tuple[str, ...]
+
+    @property
+    def warning(self) -> str:
+        """All of it, for the screen and for logs."""
+        return "\n  ".join((f"nothing to learn from: {sentence(self.found)} {sentence(self.remedy)}", *self.examples))
 
 
 def looks(scored: Sequence[ScoredSample]) -> list[Look]:

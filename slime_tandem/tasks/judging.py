@@ -14,7 +14,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -51,18 +51,35 @@ asked. Seconds for a process to tell of time-outs of its own before it is killed
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The `reward` of a response with its named `parts`; and the `problem` if it was not found: a limit of a built-in scorer
-    gives reward 0, anything wrong with a reward of the user's gives None, and `why` says what.
+    gives reward 0, anything wrong with a reward of the user's gives None, and `why` says what. Neither reward nor problem:
+    there was none to be found (`unasked`). `by`: whose function it was that gave none.
     """
 
     reward: float | None
     problem: Problem | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     why: str = field(default="", compare=False)
+    by: str = field(default="", compare=False)
+
+    @property
+    def said(self) -> str:
+        """Of a problem: whose function it was, what it did, and why."""
+        return f"{self.by} {self.problem}: {self.why}".lstrip()
 
     @property
     def right(self) -> bool:
         """What accuracies count (`types.is_right`)."""
         return is_right(self.reward, self.parts)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a reward was to be found, and was not."""
+        return self.reward is None and self.problem is not None
+
+    @property
+    def unasked(self) -> bool:
+        """Whether there was none to be found: a prompt without a label, where nothing is learnt from rewards."""
+        return self.reward is None and self.problem is None
 
 
 class Judge:
@@ -84,7 +101,8 @@ class Judge:
         if own is not None and name.startswith("__main__:"):
             expected = "a module that another process can import; rewards run in one of their own"
             raise ConfigError(where, name, expected, "put the code into a file on PYTHONPATH")
-        self._where, self._quick, self._own, self._name = where, quick, own, name
+        self._where, self._quick, self._own = where, quick, own
+        self._by = f"{name} ({where}.{'family' if spec.reward is None else 'reward'})"
         self._at_once = 1
         if own is None:
             self._limits = Limits(limits.timeout_s, memory_mib=limits.memory_mib, processes=limits.processes)
@@ -122,13 +140,14 @@ class Judge:
         elif left:
             outcomes = self._outcomes([asked[i] for i in left], self._own)  # type: ignore[arg-type]
             for i, outcome in zip(left, outcomes, strict=True):
-                found[i] = self._parts.verdict(outcome)
+                verdict = self._parts.verdict(outcome)
+                found[i] = replace(verdict, by=self._by) if verdict.failed else verdict
         return [verdict for verdict in found if verdict is not None]
 
     def _here(self, response: Response) -> Verdict | None:
         if len(response.text) > LONGEST_RESPONSE:
             if self._own is not None:
-                return Verdict(None, "error", why=f"a response of more than {LONGEST_RESPONSE} characters")
+                return Verdict(None, "error", why=f"a response of more than {LONGEST_RESPONSE} characters", by=self._by)
             return Verdict(0.0, "error")
         score = None if self._quick is None else self._quick(response.prompt, response.text)
         return None if score is None else Verdict(score)
@@ -261,30 +280,32 @@ def counted(verdicts: Sequence[Verdict]) -> dict[str, float]:
     """`reward/timeouts` and the like: what went wrong, by kind; `reward/failed_samples`: responses that got no reward by it."""
     problems = [verdict.problem for verdict in verdicts]
     counts = {f"reward/{name}": float(problems.count(problem)) for problem, name in PROBLEMS.items()}
-    return {**counts, "reward/failed_samples": float(sum(verdict.reward is None for verdict in verdicts))}
+    return {**counts, "reward/failed_samples": float(sum(verdict.failed for verdict in verdicts))}
 
 
-def require_some(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"]) -> str | None:
-    """What to tell of the responses that got no reward, None if all have one.
+def require_some(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"], where: str) -> str | None:
+    """What to tell of the responses whose reward failed, None if none did; `where`: in which phase of the run, of what.
 
-    Raises DataError if one has none and `on_failed` is `stop`, or if none has one.
+    Raises DataError if one failed and `on_failed` is `stop`, or if all did that have one to be found: it names the phase, and
+    for each function and kind of failure the first error.
     """
-    failed = [verdict for verdict in verdicts if verdict.reward is None]
+    asked = [verdict for verdict in verdicts if not verdict.unasked]
+    failed = [verdict for verdict in asked if verdict.failed]
     if not failed:
         return None
-    of_kind: dict[str | None, str] = {}
+    of_kind: dict[tuple[str, str | None], str] = {}
     for verdict in failed:
-        of_kind.setdefault(verdict.problem, f"{verdict.problem}: {verdict.why}")
+        of_kind.setdefault((verdict.by, verdict.problem), verdict.said)
     first = list(of_kind.values())
-    if on_failed == "stop" or len(failed) == len(verdicts):
+    if on_failed == "stop" or len(failed) == len(asked):
         raise DataError(
-            "responses without a reward",
-            f"{len(failed)} of {len(verdicts)}",
+            f"responses without a reward ({where})",
+            f"{len(failed)} of {len(asked)}",
             "a reward for each" if on_failed == "stop" else "a reward for some",
             "mend tasks[].reward, or give it time by reward.own_timeout_s",
             "\n".join(first),
         )
-    return f"{len(failed)} of {len(verdicts)} responses have no reward ({'; '.join(first)})"
+    return f"{where}: {len(failed)} of {len(asked)} responses have no reward ({'; '.join(first)})"
 
 
 assert set(PROBLEMS) == set(get_args(Problem))

@@ -16,13 +16,14 @@ from slime_tandem.errors import (
     WeightVersionError,
     printable,
 )
+from slime_tandem.report.teachers import EvaluationTeachers
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.arguments import Response
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.judging import Verdict, counted, require_some
 from slime_tandem.team.team import Team
-from slime_tandem.training.metrics import teacher_metrics
-from slime_tandem.types import AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
+from slime_tandem.training.metrics import accuracy, reward_mean, teacher_figures, teacher_metrics
+from slime_tandem.types import CORRECT, AlignedScores, FailedSample, Prompt, SampleKey, ScoredSample, TandemSample
 
 T = TypeVar("T")
 _MAX_RESTARTS = 3
@@ -56,6 +57,7 @@ def rollout(
     tandem: bool,
     score: bool,
     plain: bool = False,
+    where: str = "a rollout",
     told: Callable[[str], None] = lambda part: None,
 ) -> tuple[list[ScoredSample], dict[str, float]]:
     """(scored samples, measured): `time/rollout_s`, `time/scoring_s`, `rollout/failed_samples`, `reward/...`; in prompt order.
@@ -63,8 +65,8 @@ def rollout(
     `tandem=False`: the senior writes alone. `score=False`: no teacher is asked; `plain`: for no more than the sampled tokens'
     log-probs (where responses are not read along), as for an evaluation. Raises EngineError for a sample that
     could not be written, unless `sampling.on_failed_sample` says to drop it, and always when none was written; DataError for
-    one without a reward, unless `reward.on_failed_sample` says to mask it, and always when none has one. `told` hears
-    of each part as it begins.
+    one whose reward failed, unless `reward.on_failed_sample` says to mask it, and always when all did; it says `where` in
+    the run that was. `told` hears of each part as it begins.
     """
     t0 = time.perf_counter()
     count = f"{len(prompts) * per_prompt} responses"
@@ -85,9 +87,10 @@ def rollout(
             team, lambda: team.write(prompts, rollout_id, per_prompt, tandem=tandem, sampling=sampling)
         )
     samples = successful(written, on_failed)
-    told(f"rewarding {len(samples)} responses")
+    if any(tasks.is_rewarded(prompt) for prompt in prompts):
+        told(f"rewarding {len(samples)} responses")
     verdicts = rewarded(
-        tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), team.config.reward.on_failed_sample
+        tasks.verdicts([Response(s.prompt, s.text, s) for s in samples]), team.config.reward.on_failed_sample, where
     )
     t1 = time.perf_counter()
     scores: Sequence[AlignedScores | TeacherScoreError | None] = [early.get(s.key) for s in samples]
@@ -96,9 +99,9 @@ def rollout(
         scores = with_revival(team, lambda: team.score(samples, plain=plain))
     t2 = time.perf_counter()
     scored = [
-        ScoredSample(s, v.reward, a, None, v.parts)
+        ScoredSample(s, v.reward, a, None, v.parts, v.unasked)
         if isinstance(a, AlignedScores)
-        else ScoredSample(s, v.reward, None, a, v.parts)
+        else ScoredSample(s, v.reward, None, a, v.parts, v.unasked)
         for s, v, a in zip(samples, verdicts, scores, strict=True)
     ]
     return scored, {
@@ -109,9 +112,9 @@ def rollout(
     }
 
 
-def rewarded(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"]) -> Sequence[Verdict]:
+def rewarded(verdicts: Sequence[Verdict], on_failed: Literal["mask", "stop"], where: str) -> Sequence[Verdict]:
     """The verdicts themselves, if a rollout may go on with them (`judging.require_some`); what failed is told on the screen."""
-    if (said := require_some(verdicts, on_failed)) is not None:
+    if (said := require_some(verdicts, on_failed, where)) is not None:
         print(said, file=sys.stderr, flush=True)
     return verdicts
 
@@ -136,11 +139,15 @@ def successful(
 
 class Evaluated(NamedTuple):
     """An evaluation: `eval/...` metrics, the samples that can be shown (tandem ones where there is a junior), and by
-    metric the share of right responses of each prompt, in their order; None where no response of a prompt was written."""
+    metric the share of right responses of each prompt, in their order; None where no response of a prompt has a reward.
+    `teachers`: what the KL to each is made of, None without teachers. `rewards`: the mean reward of each prompt, where rewards
+    are the user's own numbers that say nothing of right and wrong; else None."""
 
     metrics: dict[str, float | None]
     samples: list[ScoredSample]
     right: dict[str, list[float | None]]
+    teachers: EvaluationTeachers | None
+    rewards: list[float | None] | None
 
 
 def evaluate(
@@ -149,40 +156,45 @@ def evaluate(
     prompts: Sequence[Prompt],
     per_prompt: int,
     *,
+    when: str = "evaluation",
     told: Callable[[str], None] = lambda part: None,
 ) -> Evaluated:
-    """The senior's current weights on held-out prompts; `told` hears of each part as it begins.
+    """The senior's current weights on held-out prompts; `when`: what errors call it. `told` hears of each part as it begins.
 
     The same draws every time (a rollout id of its own), so before and after are paired. `eval/handoff_retention` is tandem
     accuracy over solo accuracy, None if solo is 0 or the run has no junior. `eval/teacher_kl` is of the tandem responses
-    (of the solo ones without a junior).
+    (of the solo ones without a junior). Where no response has a reward to be found, accuracies and rewards are None.
     """
     both = "junior" in team.roster.roles
     teacher = bool(team.roster.teacher_specs)
     number = rollout_ids.EVALUATION
     score_solo = teacher and not both
     solo, measured = rollout(
-        team, tasks, prompts, number, per_prompt, tandem=False, score=score_solo, plain=True, told=told
-    )
-    accuracy = _accuracy(solo)
+        team, tasks, prompts, number, per_prompt, tandem=False, score=score_solo, plain=True, told=told,
+        where=f"{when}: solo responses to {len(prompts)} held-out prompts",
+    )  # fmt: skip
+    solo_accuracy = accuracy(solo)
     right = {"eval/solo_accuracy": _by_prompt(solo, len(prompts), per_prompt)}
     past_limit = [measured]
     tandem: list[ScoredSample] = solo
     tandem_accuracy: float | None = None
     if both:
         tandem, more = rollout(
-            team, tasks, prompts, number, per_prompt, tandem=True, score=teacher, plain=True, told=told
-        )
-        tandem_accuracy = _accuracy(tandem)
+            team, tasks, prompts, number, per_prompt, tandem=True, score=teacher, plain=True, told=told,
+            where=f"{when}: tandem responses to {len(prompts)} held-out prompts",
+        )  # fmt: skip
+        tandem_accuracy = accuracy(tandem)
         right["eval/tandem_accuracy"] = _by_prompt(tandem, len(prompts), per_prompt)
         past_limit.append(more)
     kl: Mapping[str, float | None] = teacher_metrics(tandem, team.roster.student.tokens.eos_ids)
     tokens = sum(len(s.sample.response_ids) for s in tandem)
     sampled = sum(s.sample.senior_tokens + s.sample.junior_tokens for s in tandem)
     metrics: dict[str, float | None] = {
-        "eval/solo_accuracy": accuracy,
+        "eval/solo_accuracy": solo_accuracy,
         "eval/tandem_accuracy": tandem_accuracy,
-        "eval/handoff_retention": tandem_accuracy / accuracy if tandem_accuracy is not None and accuracy else None,
+        "eval/handoff_retention": tandem_accuracy / solo_accuracy
+        if tandem_accuracy is not None and solo_accuracy
+        else None,
         "eval/senior_token_fraction": sum(s.sample.senior_tokens for s in tandem) / max(sampled, 1),
         "eval/teacher_kl": kl["opd/teacher_kl"],
         "eval/coverage": kl["opd/coverage"],
@@ -190,19 +202,23 @@ def evaluate(
         "eval/reward_timeouts": sum(m["reward/timeouts"] for m in past_limit),
         "eval/reward_errors": sum(m["reward/errors"] for m in past_limit),
         "eval/reward_failed_samples": sum(m["reward/failed_samples"] for m in past_limit),
-        "eval/reward_mean": float(np.mean([s.reward for s in tandem if s.reward is not None])),
+        "eval/reward_mean": reward_mean(tandem),
     }
-    return Evaluated(metrics, tandem, right)
+    own = all(tasks.specs[prompt.metadata["spec"]].scored_by_own for prompt in prompts)
+    rewards = None
+    if own and not any(CORRECT in s.parts for s in (*solo, *tandem)):
+        rewards = _by_prompt(tandem, len(prompts), per_prompt, lambda s: s.reward or 0.0)
+    return Evaluated(metrics, tandem, right, teacher_figures(tandem, len(prompts), per_prompt), rewards)
 
 
-def _accuracy(scored: Sequence[ScoredSample]) -> float:
-    """Of those that have a reward: at least one does."""
-    return float(np.mean([s.right for s in scored if s.reward is not None]))
-
-
-def _by_prompt(scored: Sequence[ScoredSample], prompts: int, per_prompt: int) -> list[float | None]:
-    answers: list[list[bool]] = [[] for _ in range(prompts)]
+def _by_prompt(
+    scored: Sequence[ScoredSample],
+    prompts: int,
+    per_prompt: int,
+    value: Callable[[ScoredSample], float] = lambda s: s.right,
+) -> list[float | None]:
+    answers: list[list[float]] = [[] for _ in range(prompts)]
     for s in scored:
         if s.reward is not None:
-            answers[s.sample.key.sample_index // per_prompt].append(s.right)
+            answers[s.sample.key.sample_index // per_prompt].append(value(s))
     return [float(np.mean(a)) if a else None for a in answers]

@@ -14,7 +14,8 @@ from slime_tandem.distill.alignment import UNALIGNED_REASONS
 from slime_tandem.errors import TeacherScoreError, UnreadRolesError, UnreadTemplateError, UnreadToolsError
 from slime_tandem.objective.advantages import reward_histograms, reward_quantiles
 from slime_tandem.report.metrics import part_metric
-from slime_tandem.types import SENIOR, ScoredSample, TandemSample
+from slime_tandem.report.teachers import EvaluationTeachers, TeacherFigures, kl_of
+from slime_tandem.types import SENIOR, BoolArray, FloatArray, ScoredSample, TandemSample
 
 
 def rollout_metrics(
@@ -30,10 +31,24 @@ def rollout_metrics(
         "rollout/loop_busy_s": None,
         "rollout/loop_cpu_s": None,
         "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
-        "rollout/accuracy": float(np.mean([s.right for s in scored if s.reward is not None])),
+        "rollout/accuracy": accuracy(scored),
     }
     metrics.update(teacher_metrics(scored, eos_ids))
     return metrics
+
+
+def accuracy(scored: Sequence[ScoredSample]) -> float | None:
+    """The share of right responses among those that have a reward; None where none has."""
+    return _mean([float(s.right) for s in scored if s.reward is not None])
+
+
+def reward_mean(scored: Sequence[ScoredSample]) -> float | None:
+    """Of the responses that have a reward; None where none has."""
+    return _mean([s.reward for s in scored if s.reward is not None])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 UNREAD: Mapping[str, type[TeacherScoreError]] = {
@@ -51,7 +66,7 @@ def ends_of(sample: TandemSample, eos_ids: frozenset[int]) -> list[int]:
 
 
 def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
-    """What can be said of responses without their tasks and teachers. Rewards are of those that have one; some have."""
+    """What can be said of responses without their tasks and teachers. Rewards are of those that have one; None: none has."""
     samples = [s.sample for s in scored]
     rewards, tags = rewards_by_task(scored)
     tokens = np.array([len(s.response_ids) for s in samples])
@@ -60,10 +75,10 @@ def response_metrics(scored: Sequence[ScoredSample]) -> dict[str, float | None]:
     total = float(max(senior.sum() + junior.sum(), 1))  # nobody wrote inserted text
     by_task = [h["mean"] for h in reward_histograms(rewards, tags)]
     return {
-        "rollout/reward_mean": float(np.mean(rewards)),
+        "rollout/reward_mean": reward_mean(scored),
         **{f"rollout/reward_{name}": v for name, v in reward_quantiles(rewards).items()},
-        "rollout/reward_worst_task": min(by_task),
-        "rollout/reward_best_task": max(by_task),
+        "rollout/reward_worst_task": min(by_task, default=None),
+        "rollout/reward_best_task": max(by_task, default=None),
         "rollout/response_tokens_mean": float(tokens.mean()),
         "rollout/truncated_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tandem/senior_token_fraction": float(senior.sum() / total),
@@ -100,6 +115,44 @@ def part_means(scored: Sequence[ScoredSample]) -> list[dict[str, Any]]:
 def part_scalars(room: str, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The means of `part_means` under the names that dashboards get; `room`: rollout or eval."""
     return {part_metric(room, r["task"], r["part"]): r["mean"] for r in records}
+
+
+def teacher_figures(
+    scored: Sequence[ScoredSample], prompts: int = 1, per_prompt: int | None = None
+) -> EvaluationTeachers | None:
+    """What `opd/teacher_kl` of responses is made of, prompt by prompt (`per_prompt` None: as of one), and the same of each
+    teacher; None where no teacher has scored."""
+    views: dict[str, list[tuple[TandemSample, FloatArray, BoolArray]]] = {}
+    whole = [(s.sample, s.teacher.log_probs, s.teacher.mask) for s in scored if s.teacher is not None]
+    if not whole:
+        return None
+    for s in scored:
+        for name, view in ({} if s.teacher is None else s.teacher.by_teacher).items():
+            views.setdefault(name, []).append((s.sample, *view))
+    by_name = {name: _figures(view, prompts, per_prompt) for name, view in sorted(views.items())}
+    return {"all": _figures(whole, prompts, per_prompt), "by_name": by_name}
+
+
+def kl_by_teacher(scored: Sequence[ScoredSample]) -> dict[str, float]:
+    """`opd/teacher_kl/<name>` of each teacher, where there are several: of the responses that it has scored."""
+    found = teacher_figures(scored)
+    by_name = {} if found is None or len(found["by_name"]) < 2 else found["by_name"]
+    known = {name: kl_of(figures) for name, figures in by_name.items()}
+    return {f"opd/teacher_kl/{name}": kl for name, kl in known.items() if kl is not None}
+
+
+def _figures(
+    views: Sequence[tuple[TandemSample, FloatArray, BoolArray]], prompts: int, per_prompt: int | None
+) -> TeacherFigures:
+    sums, tokens, covered, sampled = [0.0] * prompts, [0] * prompts, 0, 0
+    for sample, log_probs, mask in views:
+        at = 0 if per_prompt is None else sample.key.sample_index // per_prompt
+        used = mask & (np.asarray(sample.authorship_mask) == SENIOR)
+        sums[at] += float((np.asarray(sample.log_probs) - log_probs)[used].sum())
+        tokens[at] += int(used.sum())
+        written = np.asarray(sample.loss_mask) == 1
+        covered, sampled = covered + int(mask[written].sum()), sampled + int(written.sum())
+    return {"kl_sums": sums, "tokens": tokens, "coverage": covered / sampled if sampled else None}
 
 
 def teacher_metrics(scored: Sequence[ScoredSample], eos_ids: frozenset[int]) -> dict[str, float | None]:

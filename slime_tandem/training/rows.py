@@ -76,7 +76,7 @@ def build_rows(
     """(rows, metrics): advantages within groups, weights by author, the OPD mask, and the policy for failed samples.
 
     A dropped sample still counts in its group's mean: the others' advantages do not depend on the teacher's health. One without
-    a reward is no part of its group, and of neither the task reward nor the KL: its distillation alone is left.
+    a reward is no part of its group. Where its reward failed it is no part of the KL either: its distillation alone is left.
     `opd.selection` chooses among all rows at once. `ref_log_probs`: the start weights' of each sample, [R] nats; with
     `objective.kl_in=reward` their KL times `kl_coef` (None: `objective.kl_coef`) is taken off the rewards first. `bank` is
     given what is kept of the rollout, whose number is `rollout_id` (None: that of its keys). `eos_ids`: the senior's ends of
@@ -110,9 +110,9 @@ def build_rows(
         for i in kept
     ]
     metrics: dict[str, float | None] = {
-        "group/zero_variance_fraction": flat,
-        "group/zero_variance_groups": float(round(flat * len(set(groups)))),
-        "group/clipped_advantages": clipped,
+        "group/zero_variance_fraction": flat if groups else None,
+        "group/zero_variance_groups": float(round(flat * len(set(groups)))) if groups else None,
+        "group/clipped_advantages": clipped if groups else None,
         "opd/failed_samples": float(sum(_failed(s, config.opd) for s in samples)),
     }
     if not config.opd.enabled:
@@ -200,9 +200,9 @@ def _opd_weights(senior: BoolArray, teacher: AlignedScores, opd: OpdConfig) -> F
 
 
 def _weights(scored: ScoredSample, junior_weight: float) -> FloatArray:
-    """1 on the senior's tokens, `junior_weight` on the junior's, 0 in inserted text, and throughout without a reward."""
+    """1 on the senior's tokens, `junior_weight` on the junior's, 0 in inserted text, and throughout where the reward failed."""
     sample = scored.sample
-    if scored.reward is None:
+    if scored.reward is None and not scored.unasked:
         return np.zeros(len(sample.response_ids))
     by_author = np.where(np.asarray(sample.authorship_mask) == SENIOR, 1.0, junior_weight)
     return by_author * np.asarray(sample.loss_mask, dtype=np.float64)

@@ -162,8 +162,6 @@ def test_an_error_with_a_remedy_is_a_finding() -> None:
         raise ModelError("models.junior", "x", "the senior's tokenizer", "use another")
 
     finding = attempt("tokenizer", broken)
-    assert finding == Finding(
-        "tokenizer", "fail", "models.junior='x': expected the senior's tokenizer.", "use another."
-    )
+    assert finding == Finding("tokenizer", "fail", "models.junior='x': expected the senior's tokenizer.", "use another")
     assert not probes.all_passed([finding])
     assert probes.all_passed([replace(finding, status=s) for s in ("pass", "warn", "skip")])  # type: ignore[arg-type]

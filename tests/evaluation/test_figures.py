@@ -119,6 +119,7 @@ def test_legibility_by_hand() -> None:
 def test_what_could_not_be_measured_keeps_its_names() -> None:
     named = {r.name for part in TITLES for r in undefined(part, "why")}
     assert named == {
+        "teacher/k1",
         "solo/pass@1", "handoff/pass@1", "handoff/retention@1", "drift/k1", "drift/k3", "legibility/nats_per_token",
         "legibility/nats_per_byte", "transfer/half", "transfer/alone", "transfer/gain", "start/k1", "start/k3",
     }  # fmt: skip

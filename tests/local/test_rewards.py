@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime_tandem.config import RunConfig
@@ -100,7 +101,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_a_reward_of_two_parts(trio: Any, tmp_path: Path, module: str) -> None:
     weights = {"brief": 1.0, "senior": 0.5}
     c = config(trio, tmp_path, f"{module}:two_parts", task={"reward_weights": weights}, opd={"enabled": True})
-    train(c)
+    summary = train(c)
     steps, parts = rows(c.run_dir / "metrics.jsonl"), rows(c.run_dir / "reward_parts.jsonl")
     assert [(p["step"], p["phase"], p["part"]) for p in parts] == [
         (step, phase, part)
@@ -121,6 +122,11 @@ def test_a_reward_of_two_parts(trio: Any, tmp_path: Path, module: str) -> None:
     evals = rows(c.run_dir / "eval.jsonl")
     held_out = {p["part"]: p["mean"] for p in parts if (p["step"], p["phase"]) == (2, "eval")}
     assert evals[-1]["eval/reward_mean"] == pytest.approx(sum(weights[k] * v for k, v in held_out.items()))
+    assert np.mean(evals[-1]["rewards"]) == pytest.approx(evals[-1]["eval/reward_mean"])
+    verdict = summary["verdict"]
+    assert verdict["metric"] == "eval/reward_mean", "no part says what is right: an accuracy would be 0 throughout"
+    assert "reward on 12 held-out prompts" in verdict["text"]
+    assert verdict["low"] < evals[-1]["eval/reward_mean"] - evals[0]["eval/reward_mean"] < verdict["high"]
 
 
 def test_bad_rewards_of_every_kind_in_a_run_that_ends_well(
@@ -148,7 +154,8 @@ def test_bad_rewards_of_every_kind_in_a_run_that_ends_well(
     assert evals[0]["eval/reward_mean"] > 0
     said = capfd.readouterr().err
     assert "responses have no reward" in said
-    assert "RuntimeError: bad text" in said
+    assert f"{module}:raises (tasks.0.reward) raised: RuntimeError: bad text" in said
+    assert "run: rollout of step 0: " in said
 
 
 @pytest.mark.parametrize(
@@ -159,8 +166,11 @@ def test_a_reward_that_always_fails_is_refused_at_once(
     trio: Any, tmp_path: Path, module: str, reward: str, why: str
 ) -> None:
     c = config(trio, tmp_path, f"{module}:{reward}", reward={"own_timeout_s": 0.5})
-    with pytest.raises(DataError, match=r"responses without a reward='12 of 12': expected a reward for some") as caught:
+    with pytest.raises(DataError, match=r"'12 of 12': expected a reward for some") as caught:
         train(c)
+    phase = "run: evaluation before training, step 0: solo responses to 12 held-out prompts"
+    assert caught.value.field == f"responses without a reward ({phase})"
+    assert caught.value.detail.startswith(f"{module}:{reward} (tasks.0.reward) ")
     assert why in str(caught.value)
 
 

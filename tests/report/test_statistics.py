@@ -26,8 +26,11 @@ from slime_tandem.report.statistics import (
     paired_interval,
     pass_at_k,
     pass_ks,
+    ratio_difference,
     resampled_means,
 )
+
+FINITE, COUNTS = st.floats(-10, 10), st.integers(1, 50)
 
 
 def one(numerator, denominator=None, *, resamples: int = 500, seed: int = 0):  # type: ignore[no-untyped-def]
@@ -313,3 +316,28 @@ def test_pairs_tell_more_than_shares_where_the_prompts_decide() -> None:
     paired = paired_interval([b - a for a, b in zip(before, after, strict=True)])
     unpaired = difference_interval(0.4, 0.475, 200)
     assert paired[0] > 0 > unpaired[0]
+
+
+@given(st.lists(st.tuples(FINITE, COUNTS, FINITE, COUNTS), min_size=2, max_size=12), st.integers(0, 9))
+def test_a_difference_of_ratios_is_paired_and_turns_with_its_sides(
+    rows: list[tuple[float, int, float, int]], seed: int
+) -> None:
+    a, m, b, n = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    there = ratio_difference(Ratio(a, m), Ratio(b, n), resamples=400, seed=seed)
+    back = ratio_difference(Ratio(b, n), Ratio(a, m), resamples=400, seed=seed)
+    assert there.value == pytest.approx(b.sum() / n.sum() - a.sum() / m.sum(), abs=1e-9)
+    assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)  # type: ignore[operator]
+    same = ratio_difference(Ratio(a, m), Ratio(a, m), resamples=400, seed=seed)
+    assert (same.low, same.high) == pytest.approx((0.0, 0.0), abs=1e-9), "no change of any prompt has no width"
+    one = bootstrap({"x": Ratio(b - a, m)}, resamples=400, seed=seed)["x"]
+    shared = ratio_difference(Ratio(a, m), Ratio(b, m), resamples=400, seed=seed)
+    assert (shared.low, shared.high) == pytest.approx((one.low, one.high), abs=1e-9), "over equal counts: the plain one"
+
+
+def test_a_difference_of_ratios_without_a_denominator_says_so() -> None:
+    x, none = np.array([1.0, 2.0]), np.zeros(2)
+    assert ratio_difference(Ratio(x, none, "no token"), Ratio(x, x), resamples=50, seed=0).reason == "no token"
+    some = ratio_difference(Ratio(x, np.array([0.0, 4.0]), "no token"), Ratio(x, x), resamples=400, seed=0)
+    assert some.value == pytest.approx(1.0 - 0.75)
+    assert some.low is None
+    assert "no token in" in str(some.reason)

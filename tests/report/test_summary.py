@@ -1,14 +1,18 @@
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from slime_tandem.config import RunConfig
 from slime_tandem.errors import RunDirError
 from slime_tandem.report.console import final_table
+from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.statistics import difference_interval, paired_interval
-from slime_tandem.report.summary import summarise, write_summary
+from slime_tandem.report.summary import RunFiles, checked_row, summarise, summary_of, write_summary
 
 
 def test_a_finished_run_by_hand(make_run):
@@ -185,3 +189,69 @@ def test_shares_that_are_none_are_refused(make_run, wrong):
     (run_dir / "eval.jsonl").write_text(json.dumps({**row, "right": wrong}) + "\n")
     with pytest.raises(RunDirError, match="expected by metric a list of numbers"):
         summarise(run_dir)
+
+
+def evaluated(phase: str, step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "phase": phase, **dict.fromkeys(row_keys("eval")), **values}
+
+
+def of(before: dict[str, Any], after: dict[str, Any]) -> Any:
+    steps = [{"step": i, **dict.fromkeys(row_keys("step"))} for i in range(2)]
+    config = RunConfig.from_mapping({"train": {"steps": 2}, "eval": {"prompts": 3}})
+    rows = (evaluated("before", 0, **before), evaluated("after", 2, **after))
+    return summary_of(config, RunFiles(steps, rows), None)["verdict"]
+
+
+def kl(sums: list[float], tokens: list[int]) -> dict[str, Any]:
+    figures = {"kl_sums": sums, "tokens": tokens, "coverage": 1.0}
+    value = sum(sums) / sum(tokens) if sum(tokens) else None
+    return {"eval/teacher_kl": value, "teachers": {"all": figures, "by_name": {"t": figures}}}
+
+
+def test_the_verdict_without_a_reward_by_hand() -> None:
+    """Every prompt's KL halves: so does each resample's, and the interval lies between the smallest and the largest of them."""
+    better = of(kl([2.0, 4.0, 6.0], [10, 10, 10]), kl([1.0, 2.0, 3.0], [10, 10, 10]))
+    assert better["text"].startswith(
+        "Yes: KL to the teacher on 3 held-out prompts fell from 0.400 to 0.200 (-0.200, 95% interval"
+    )
+    assert -0.3 <= better["low"] <= -0.2 <= better["high"] <= -0.1
+    assert (better["learned"], better["metric"], better["paired"]) == (True, "eval/teacher_kl", True)
+    worse = of(kl([1.0, 2.0, 3.0], [10, 10, 10]), kl([2.0, 4.0, 6.0], [10, 10, 10]))
+    assert worse["text"].startswith("No, it got worse: KL to the teacher")
+    assert worse["learned"] is False
+    mixed = of(kl([1.0, 2.0, 3.0], [10, 10, 10]), kl([3.0, 2.0, 1.0], [10, 10, 10]))
+    assert mixed["text"].startswith("Not shown: KL to the teacher on 3 held-out prompts stayed at 0.200")
+    no_row = of(kl([1.0], [1]) | {"teachers": {}}, kl([1.0], [2]) | {"teachers": {}})
+    assert no_row["learned"] is None
+    assert "no interval: the rows do not have it prompt by prompt" in no_row["text"]
+    nothing = of(kl([0.0], [0]), kl([0.0], [0]))
+    assert (nothing["before"], nothing["learned"]) == (None, None)
+
+
+def test_the_verdict_by_own_rewards_by_hand() -> None:
+    """Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt 3, Student's t of two degrees of freedom 4.303."""
+    before = {"eval/solo_accuracy": 0.0, "eval/reward_mean": 0.2, "rewards": [0.1, 0.2, 0.3]}
+    after = {"eval/solo_accuracy": 0.0, "eval/reward_mean": 0.4, "rewards": [0.2, 0.4, 0.6]}
+    verdict = of(before, after)
+    assert verdict["metric"] == "eval/reward_mean"
+    assert verdict["low"] == pytest.approx(0.2 - 4.303 * 0.1 / 3**0.5, abs=1e-3)
+    assert verdict["text"].startswith("Not shown: reward on 3 held-out prompts rose from 0.200 to 0.400")
+    assert "no interval: fewer than two prompts" in of(before, {**after, "rewards": [0.2, None, None]})["text"]
+    accuracy = {"eval/tandem_accuracy": 0.0}
+    old = {k: v for k, v in before.items() if k != "rewards"}
+    assert of(old | accuracy, after | accuracy)["metric"] == "eval/tandem_accuracy", "a row of an earlier version"
+
+
+def test_damaged_figures_of_teachers_are_refused(tmp_path: Path) -> None:
+    good = evaluated("before", 0, **kl([1.0], [2]), **{"eval/solo_accuracy": None})
+    assert checked_row(tmp_path, "eval", good)
+    for broken in (
+        {},
+        {"all": {}, "by_name": {}},
+        {"all": {"kl_sums": [1.0], "tokens": [], "coverage": 1}, "by_name": {}},
+        "x",
+    ):
+        with pytest.raises(RunDirError, match=r"teachers=.*what the KL to `all` teachers"):
+            checked_row(tmp_path, "eval", {**good, "teachers": broken})
+    with pytest.raises(RunDirError, match=r"rewards=.*a list of finite numbers or null"):
+        checked_row(tmp_path, "eval", {**good, "rewards": ["a"]})

@@ -82,13 +82,38 @@ def sent(folder: Path) -> list[dict[str, Any]]:
     return [steps[0], steps[1], steps[2], {**evals[0], "step": 3}, steps[2], steps[3], steps[4], evals[0]]
 
 
+def split(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows of histograms, rows of metrics)."""
+    drawn = [row for row in rows if any(name.startswith("rollout/reward/") for name in row)]
+    return drawn, [row for row in rows if row not in drawn]
+
+
+def histograms(key: str, kind: str) -> list[dict[str, Any]]:
+    """What the run wrote of its rewards, in the form of a tracker."""
+    return [
+        {"step": step}
+        | {
+            f"rollout/reward/{h['task']}": {key: kind, "values": h["counts"], "bins": h["edges"]}
+            for h in tracked.rewards(step)
+        }
+        for step in (0, 1, 2, 2, 3, 4)
+    ]
+
+
 def test_an_offline_run_of_weights_and_biases_is_read_back(run: tuple[Path, Path]) -> None:
     folder, _ = run
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     (first, rows), (second, more) = map(wandb_run, files)
-    assert rows + more == sent(folder)
-    assert len({frozenset(row) for row in rows + more}) == 2, "the keys of a step, and those of an evaluation"
+    drawn, plain = split(rows + more)
+    assert plain == sent(folder)
+    nested = [
+        {f"{name}/{key}": value for name, parts in row.items() if name != "step" for key, value in parts.items()}
+        for row in histograms("_type", "histogram")
+    ]
+    assert [{k: v for k, v in row.items() if k != "step"} for row in drawn] == nested, "W&B keeps their parts by key"
+    assert [row["step"] for row in drawn] == [0, 1, 2, 2, 3, 4]
+    assert len({frozenset(row) for row in plain}) == 2, "the keys of a step, and those of an evaluation"
     ids = {about.run_id for about in (first, second)}
     assert ids == {json.loads((folder / "trackers.json").read_text())["run_id"]}
     assert (first.project, first.display_name, first.run_group) == ("slime_tandem", "mine", "mine")
@@ -105,7 +130,9 @@ def test_a_run_of_trackio_is_read_back(run: tuple[Path, Path]) -> None:
         ((name, config),) = list(connection.execute("select run_name, config from configs"))
     finally:
         connection.close()
-    assert [{"step": step, **json.loads(metrics)} for _, step, metrics in found] == sent(folder)
+    drawn, plain = split([{"step": step, **json.loads(metrics)} for _, step, metrics in found])
+    assert plain == sent(folder)
+    assert drawn == histograms("_type", "trackio.histogram")
     assert len({run_id for run_id, _, _ in found}) == 1
     assert name == f"mine-{json.loads((folder / 'trackers.json').read_text())['run_id']}"
     assert json.loads(config)["tandem"]["prob_senior"] == 0.5
@@ -116,7 +143,11 @@ def test_tensorboard_has_the_same_values(run: tuple[Path, Path]) -> None:
     found: list[dict[str, Any]] = []
     for path in sorted((folder / "tb").iterdir()):
         for event in EventFileLoader(str(path)).Load():
-            values = {v.tag: tensor_util.make_ndarray(v.tensor).item() for v in event.summary.value}
+            values = {
+                v.tag: tensor_util.make_ndarray(v.tensor).item()
+                for v in event.summary.value
+                if not v.tag.startswith("rollout/reward/")
+            }
             found += [{"step": event.step, **values}] if values else []
     for shown, row in zip(found, sent(folder), strict=True):
         assert shown == pytest.approx({k: v for k, v in row.items() if v is not None})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from slime_tandem.config import RunConfig
+from slime_tandem.objective.advantages import reward_histograms
 from slime_tandem.report.metrics import row_keys
 from slime_tandem.report.run_folder import RunWriter
 from slime_tandem.report.trackers import Trackers, require_trackers
@@ -14,6 +16,10 @@ from slime_tandem.report.trackers import Trackers, require_trackers
 def row(step: int) -> dict[str, float | None]:
     keys = row_keys("step")
     return {name: None if i % 7 == step else step + i / 8 for i, name in enumerate(keys)}
+
+
+def rewards(step: int) -> list[dict[str, Any]]:
+    return reward_histograms([0.0, 1.0, 0.25 * step, 0.5], ["sums", "sums", "sums", "gcd"])
 
 
 def main(folder: Path) -> None:
@@ -28,6 +34,7 @@ def main(folder: Path) -> None:
         ):
             for step in range(first, first + 3):
                 writer.write_step(step, row(step))
+                writer.write_rewards(step, rewards(step))
             writer.write_eval(first + 3, "during", dict.fromkeys(row_keys("eval"), 0.25))
         assert not any(trackers.lost.values()), trackers.lost
 

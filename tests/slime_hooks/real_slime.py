@@ -25,7 +25,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.types import Sample
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import TeacherScoreError
+from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, tandem_loss
 from slime_tandem.slime_hooks import hooks, settings, wire
@@ -464,6 +464,9 @@ def test_sources_keep_raw_messages_and_are_slimes_in_all_else(tmp_path: Path) ->
     theirs.save(3)
     assert again.sample_offset == theirs.sample_offset
     assert again.get_samples(1)[0][0].index == theirs.get_samples(1)[0][0].index
+    Path(args.prompt_data).write_text(Path(args.prompt_data).read_text().replace("a b", "b a"))
+    with pytest.raises(DataError, match=r"--prompt-data=.*the rows that the checkpoint's place was counted in"):
+        MessagesDataSource(args).load(3)
     short = MessagesDataSource(source_arguments(tmp_path, rows, rollout_max_prompt_len=3))
     assert len(short) == 2, "slime cannot measure what is not rendered yet; we do"
 

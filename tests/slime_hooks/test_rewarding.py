@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ def test_parts_have_metrics_and_failures_take_no_part(sample_class: Any, own: An
     samples = [finished(sample_class, i, text, task="t", level=i) for i, text in enumerate(("yes", "bad", "no!"))]
     asyncio.run(rewarded(args, samples))
     assert [s.reward for s in samples] == [1.1, 0.0, 0.1]
-    assert samples[1].metadata[wire.UNREWARDED] == "RuntimeError: no such text"
+    kept = samples[1].metadata[wire.UNREWARDED]
+    assert kept["why"] == "RuntimeError: no such text"
+    assert kept["by"].endswith(":parts (tasks.0.reward)")
     assert wire.prompt_of(samples[1]).metadata == {"spec": 0, "task": "t", "level": 1}, "ours are no columns"
     with caplog.at_level("INFO"):
         wire_samples = list(samples)
@@ -126,12 +129,17 @@ def test_a_rollout_of_failures_and_slimes_own_mean_are_refused(sample_class: Any
     args = own("parts")
     samples = [finished(sample_class, i, "bad") for i in range(3)]
     asyncio.run(rewarded(args, samples))
-    with pytest.raises(DataError, match=r"responses without a reward='3 of 3'.*\n.*raised: RuntimeError: no such text"):
-        hooks.log_rollout(0, args, [_written(s) for s in samples], {}, 0.1)
+    who = r"\w+:parts \(tasks\.0\.reward\) raised: RuntimeError: no such text"
+    with pytest.raises(DataError, match=rf"responses without a reward \(rollout 7\)='3 of 3'.*\n{who}"):
+        hooks.log_rollout(7, args, [_written(s) for s in samples], {}, 0.1)
+    data = {"held": {"samples": samples, "rewards": [s.reward for s in samples]}}
+    with pytest.raises(DataError, match=rf"\(evaluation at rollout 7, set held\)='3 of 3'.*\n{who}"):
+        hooks.log_eval(7, args, data, {})
     with pytest.raises(DataError, match="3 of 3"):
         hooks.reward_post_process(args, samples)
     with pytest.raises(
-        DataError, match=r"reward of sample 4='none \(raised.*slime's own advantages would count it as 0"
+        DataError,
+        match=r"reward of sample 4='none \(.*:parts \(tasks.0.reward\) raised.*slime's own advantages would count it as 0",
     ):
         asyncio.run(rewarded(own("parts", custom_reward_post_process_path=None), [finished(sample_class, 4, "bad")]))
     with pytest.raises(DataError, match=r"reward of sample 4=.*expected a number"):
@@ -141,6 +149,64 @@ def test_a_rollout_of_failures_and_slimes_own_mean_are_refused(sample_class: Any
 def _written(sample: Any) -> Any:
     wire.put_response(sample, wire.response_of(sample), junior_weight=0.0)
     return sample
+
+
+def test_without_labels_there_is_no_reward_and_the_teachers_are_the_evaluation(
+    sample_class: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    from slime_tandem.distill.alignment import UNALIGNED_REASONS
+    from slime_tandem.types import AlignedScores
+
+    class Teachers:
+        async def score(self, sample: Any) -> None:
+            none = dict.fromkeys(UNALIGNED_REASONS, 0)
+            mask = np.ones(3, dtype=bool)
+            of_each = {"ant": (np.full(3, -0.6), mask), "bee": (np.full(3, -0.2), mask)}
+            wire.put_scores(sample, AlignedScores(np.full(3, -0.4), mask, none, by_teacher=of_each))
+
+    async def current(args: Any) -> Teachers:
+        return Teachers()
+
+    monkeypatch.setattr(hooks.runtime, "current", current)
+    args = Namespace(logged_rollout_id=0, custom_reward_post_process_path="ours")
+    settings.use(
+        args, RunConfig.load(overrides=["objective.reward_coef=0", "opd.enabled=true", "tandem.enabled=false"])
+    )
+    bare, labelled = (finished(sample_class, i, "<answer>yes</answer>") for i in (0, 1))
+    bare.label = None
+    for sample in (bare, labelled):
+        asyncio.run(hooks.score_sample(args, sample, evaluation=True))
+        sample.reward = asyncio.run(hooks.reward(args, sample))
+        wire.put_ends(_written(sample), frozenset(), 0)
+    assert (bare.reward, labelled.reward) == (0.0, 1.0), "slime is told a number"
+    assert wire.verdict_of(bare).unasked
+    assert not wire.verdict_of(labelled).unasked
+    assert (wire.SCORES in bare.metadata, wire.SCORES in labelled.metadata) == (True, False)
+
+    def logged(samples: list[Any]) -> tuple[bool, str]:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            ours = hooks.log_eval(3, args, {"held": {"samples": samples, "rewards": [s.reward for s in samples]}}, {})
+        return ours, caplog.text
+
+    ours, said = logged([bare])
+    assert ours, "slime's own log would show its 0.0"
+    for name, kl in (("", 0.2), ("/ant", 0.4), ("/bee", 0.0)):  # the senior's own are -0.1, -0.2 and -0.3
+        (found,) = re.findall(rf"'eval/held/opd/teacher_kl{name}': ([-\d.e]+)", said)
+        assert float(found) == pytest.approx(kl, abs=1e-9)
+    assert "reward_mean" not in said
+    ours, said = logged([bare, labelled])
+    assert not ours
+    assert "'eval/held/rollout/reward_mean': 1.0" in said, "of the one that has a reward"
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        hooks.log_rollout(0, args, [bare], {}, 0.1)
+    assert "reward_mean" not in caplog.text
+    assert "'reward/failed_samples': 0.0" in caplog.text
+    hooks.reward_post_process(args, [bare])
+    assert bare.teacher_log_probs[:, wire.WEIGHT].sum() == 3, "nothing failed: the KL to the start holds"
 
 
 def test_those_that_wait_go_together(sample_class: Any, own: Any) -> None:

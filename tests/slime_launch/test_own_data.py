@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.errors import ConfigError, DataError, RunDirError
 from slime_tandem.slime_launch.flags import plan
 from slime_tandem.slime_launch.user_flags import split
 from slime_tandem.tasks import jsonl
 from slime_tandem.tasks.families import TaskSet
 from slime_tandem.tasks.family import is_held_out
+
+from ..slime_sources import REMEDY, VARIABLE
 
 Sized = Callable[..., RunConfig]
 
@@ -152,3 +156,69 @@ def test_report_to_is_slimes_flags_and_the_users_own_come_first(
     assert tracked("--use-wandb", report_to="none") == {"--use-wandb": []}
     with pytest.raises(ConfigError, match=r"report_to=\['trackio'\]: expected tensorboard or wandb: slime's trackers"):
         tracked(report_to="trackio")
+
+
+def test_a_launch_that_goes_on_is_the_same_run_of_weights_and_biases(
+    sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    config = sized(name="mine", runs_dir=str(tmp_path / "runs"), report_to="wandb", tracking={"mode": "offline"})
+    first = plan(config, tmp_path / "launch")
+    assert not (tmp_path / "runs").exists(), "a plan that is not written leaves nothing"
+    first.write()
+    made = first.environment["WANDB_RUN_ID"]
+    assert json.loads((tmp_path / "runs" / "mine" / "trackers.json").read_text()) == {"run_id": made}
+    assert f"export WANDB_RUN_ID={made}\nexport WANDB_RESUME=allow" in first.shell()
+    again = plan(config, tmp_path / "launch")
+    assert again.environment["WANDB_RUN_ID"] == made
+    again.write()
+    other = plan(config.model_copy(update={"name": "other"}), tmp_path / "launch")
+    assert other.environment["WANDB_RUN_ID"] != made
+    assert (
+        "WANDB_RUN_ID"
+        not in plan(config.model_copy(update={"report_to": ("tensorboard",)}), tmp_path / "l").environment
+    )
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    assert "WANDB_RUN_ID" not in plan(config, tmp_path / "launch").environment, "what the user says comes first"
+    (tmp_path / "runs" / "mine" / "trackers.json").write_text("{")
+    monkeypatch.delenv("WANDB_RUN_ID")
+    with pytest.raises(RunDirError, match="record of the trackers"):
+        plan(config, tmp_path / "launch")
+
+
+PRIMARY = """
+import importlib.util, sys
+from argparse import Namespace
+
+spec = importlib.util.spec_from_file_location("wandb_utils", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module._compute_config_for_logging = lambda args: {}
+args = Namespace(
+    use_wandb=True, wandb_mode="offline", wandb_key=None, wandb_host=None, wandb_team=None, wandb_project="p", wandb_group="g",
+    wandb_random_suffix=False, wandb_dir=sys.argv[2], rank=0, wandb_run_id="of the command line",
+)
+module.init_wandb_primary(args)
+import wandb
+wandb.log({"rollout/step": 1, "x": 1.0})
+wandb.finish()
+print(args.wandb_run_id)
+"""
+
+
+def test_slimes_own_primary_takes_the_id_from_the_environment_and_not_from_its_flag(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("wandb")
+    source = Path(os.environ.get(VARIABLE, "")) / "slime" / "slime" / "observability" / "wandb_utils.py"
+    if VARIABLE not in os.environ or not source.exists():  # the file alone is needed, no environment of slime's
+        pytest.skip(f"no slime in {VARIABLE}: {REMEDY}")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    env |= {"WANDB_RUN_ID": "abcd1234", "WANDB_RESUME": "allow", "WANDB_SILENT": "true"}
+    for _ in range(2):  # a launch, and one that goes on
+        done = subprocess.run(
+            [sys.executable, "-c", PRIMARY, str(source), str(tmp_path)],
+            env=env, capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        assert done.stdout.split()[-1] == "abcd1234"
+    assert len(list((tmp_path / "wandb").glob("offline-run-*-abcd1234"))) == 2

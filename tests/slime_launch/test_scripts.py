@@ -139,6 +139,20 @@ def test_a_dry_run_checks_writes_the_files_and_prints_every_command(run: Run, tm
     assert not (tmp_path / "ray.pid").exists()
 
 
+def test_a_job_at_weights_and_biases_goes_on_as_the_same_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    settings = (f"runs_dir={tmp_path / 'runs'}", "report_to=wandb", "tracking.mode=offline")
+    found = []
+    for _ in range(2):
+        command = last_command(run("run_tandem_grpo.sh", "cluster.trainer_gpus=6", *settings))
+        found.append(json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"])
+    (kept,) = (tmp_path / "runs").glob("*/trackers.json")
+    assert {env["WANDB_RUN_ID"] for env in found} == {json.loads(kept.read_text())["run_id"]}
+    assert {env["WANDB_RESUME"] for env in found} == {"allow"}
+
+
 def test_a_fused_job_finds_slime_megatron_and_the_two_models(run: Run, trio: Any, tmp_path: Path) -> None:
     """The engine's own PYTHONPATH goes before what the script set, not in its place."""
     models = {"SENIOR_MODEL": str(trio.senior), "JUNIOR_MODEL": str(trio.junior)}

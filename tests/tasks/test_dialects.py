@@ -213,8 +213,12 @@ def test_distillation_needs_no_labels_and_labels_that_are_there_count(tmp_path: 
     tasks = TaskSet([spec], 0, labels=False)
     prompts = tasks.train_prompts(0, 40)
     rewards = [v.reward for v in tasks.verdicts([(p, f"<answer>{p.messages[0].content}</answer>") for p in prompts])]
-    assert rewards == [0.0 if p.label is None else 1.0 for p in prompts]
-    assert {0.0, 1.0} == set(rewards)
+    assert rewards == [None if p.label is None else 1.0 for p in prompts], "without a label there is none"
+    assert {None, 1.0} == set(rewards)
+    assert not any(v.failed for v in tasks.verdicts([(p, "") for p in prompts]))
+    bare = next(p for p in prompts if p.label is None)
+    with pytest.raises(DataError, match=r"label of prompt .*give it one"):
+        tasks.reward(bare, "4")
 
 
 def test_who_needs_labels() -> None:

@@ -270,11 +270,19 @@ def test_each_way_to_go_wrong_has_its_kind_and_no_neighbour(module: Module) -> N
         "reward/failed_samples": 12.0,
     }  # fmt: skip
     assert set(kinds) == {f"reward/{name}" for name in PROBLEMS.values()} | {"reward/failed_samples"}
-    assert str(require_some(found, "mask")).startswith("12 of 25 responses have no reward (raised: RuntimeError")
-    with pytest.raises(DataError, match="'12 of 25': expected a reward for each"):
-        require_some(found, "stop")
-    with pytest.raises(DataError, match="'2 of 2': expected a reward for some"):
-        require_some(found[1:4:2], "mask")
+    who = f"{tasks.specs[0].reward} (tasks.0.reward)"
+    said = str(require_some(found, "mask", "rollout of step 3"))
+    assert said.startswith(f"rollout of step 3: 12 of 25 responses have no reward ({who} raised: RuntimeError")
+    with pytest.raises(DataError, match=r"\(step 3\)='12 of 25': expected a reward for each"):
+        require_some(found, "stop", "step 3")
+    with pytest.raises(DataError, match="'2 of 2': expected a reward for some") as caught:
+        require_some(
+            [*found[1:4:2], Verdict(None)], "mask", "step 3"
+        )  # one without a reward to be found is none of them
+    assert caught.value.detail.splitlines()[0] == rf"{who} raised: RuntimeError: no \x1b[2J such file", (
+        "the first error"
+    )
+    assert require_some([Verdict(None)] * 3, "stop", "x") is None
 
 
 def test_async_calls_are_made_at_once_and_fail_alone(module: Module) -> None:

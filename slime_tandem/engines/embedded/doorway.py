@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from aiohttp import web
 
+from slime_tandem.errors import sentence
+
 MAX_BODY_BYTES = 2**24
 """Of one request. JSON of this size is parsed within a second, which is how long it may hold the interpreter."""
 _ALL_BODIES_BYTES = 2**27
@@ -67,7 +69,7 @@ class Doorway:
         if len(hosts) != 1 or not self._is_own(hosts[0], request):
             return Refusal(
                 403,
-                f"Host={hosts[:1]}: expected the server's own address. Remedy: {self._remedy}.",
+                f"Host={hosts[:1]}: expected the server's own address. Remedy: {sentence(self._remedy)}",
             )
         page = _foreign_page(headers, hosts[0])
         if page is not None:
