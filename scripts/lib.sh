@@ -59,6 +59,14 @@ need_number() {
   [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
 }
 
+# need_modules WHAT INSTALL MODULE...: whether SLIME_PYTHON can import these modules; a dry run asks, too. INSTALL: what pip is given.
+need_modules() {
+  local what="$1" install="$2" why
+  shift 2
+  why="$("$SLIME_PYTHON" -W ignore -c 'import importlib, sys; [*map(importlib.import_module, sys.argv[1:])]' "$@" 2>&1)" && return
+  refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with $what (${why##*$'\n'})" "$SLIME_PYTHON -m pip install $install, or set SLIME_PYTHON"
+}
+
 need_port() {
   need_number "$@"
   [[ "${!1}" =~ ^[0-9]{1,5}$ && "${!1}" -le 65535 && ("${!1}" -lt 10001 || "${!1}" -gt 19999) ]] || refuse "$1" "${!1}" \

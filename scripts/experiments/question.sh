@@ -67,6 +67,7 @@ beside_teacher() {
   SERVED_URL="${TEACHER_URL:-}"
   if one_gpu && [[ -z "$SERVED_URL" ]]; then
     SERVED_URL="http://127.0.0.1:$3"
+    [[ "${DRY_RUN:-0}" == 1 ]] || need_modules "SGLang" "sglang" sglang.launch_server
     start "$1" "$SERVED_URL/health" "$SLIME_PYTHON" -m sglang.launch_server --model-path "$2" --host 127.0.0.1 --port "$3" \
       --mem-fraction-static "${TEACHER_MEM:-0.2}" --disable-radix-cache
   fi

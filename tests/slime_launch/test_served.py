@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_tandem.config import ServedModel
-from slime_tandem.errors import ModelError
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.slime_launch.served import Served, served
 
 HOW = ServedModel()
@@ -154,3 +156,62 @@ def test_what_nobody_tells_is_asked_for(config: dict[str, Any], missing: str, tm
         asked(folder, how)
     found = asked(folder, ServedModel(weights_gib=0.5, kv_bytes_per_token=100, context_length=77))
     assert (found.weights, found.kv_per_token(8), found.max_positions) == (2**29, 100, 77)
+
+
+def quantized(path: Path, method: str, **config: Any) -> Path:
+    """gpt-oss's form: experts stored in another format, and the config says which."""
+    return folder_of(path, "gpt_oss", quantization_config={"quant_method": method}, **config)
+
+
+def test_quantized_weights_without_files_are_the_reason_that_is_named(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "model", "mxfp4")
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method='mxfp4': expected weights or their index.*weights_gib"
+    ):
+        asked(folder)
+    assert asked(folder, ServedModel(weights_gib=0.5)).weights == 2**29
+    index = {"metadata": {"total_size": 999}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert asked(folder).weights == 999
+
+
+def test_a_quantization_that_no_engine_reads_is_refused_by_name(tmp_path: Path) -> None:
+    whole, fp8 = folder_of(tmp_path / "whole", "mistral"), quantized(tmp_path / "fp8", "fp8")
+    size = {"weights_gib": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"serving\.teacher\.quantization='fp9': expected one of SGLang's: auto-round, .*"
+    ):
+        asked(whole, ServedModel(quantization="fp9"))
+    assert any("fp8 makes them smaller" in note for note in asked(whole, ServedModel(quantization="fp8")).notes)
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method='hqq': expected a quantization that SGLang"
+    ):
+        asked(quantized(tmp_path / "hqq", "hqq"), ServedModel(**size))
+    with pytest.raises(
+        ConfigError, match=r"serving\.teacher\.quantization='mxfp4': expected fp8, by which its weights"
+    ):
+        asked(fp8, ServedModel(quantization="mxfp4", **size))
+    for method, setting in (
+        ("fp8", "FP8"),
+        ("awq", "awq_marlin"),
+        ("compressed-tensors", "w8a8_fp8"),
+        ("modelopt", "modelopt_fp4"),
+    ):
+        folder = quantized(tmp_path / setting, method)
+        assert asked(folder, ServedModel(quantization=setting, **size)).weights == 2**29
+
+
+def test_sglang_knows_every_quantization_of_the_list() -> None:
+    from slime_tandem.slime_launch.served import _BY_FILE, _BY_SETTING
+
+    python = os.environ.get("SLIME_TANDEM_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("SLIME_TANDEM_SGLANG_PYTHON is not set (scripts/sglang_cpu.sh)")
+    code = "import json; from sglang.srt import server_args as a; from sglang.srt.layers import quantization as q; "
+    code += "print(json.dumps([a.QUANTIZATION_CHOICES, [*q.QUANTIZATION_METHODS]]))"
+    done = subprocess.run([python, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    choices, methods = json.loads(done.stdout.splitlines()[-1])
+    assert set(choices) >= _BY_SETTING
+    elsewhere = {"modelslim", "mxfp_w4a8", "mlx_q4", "mlx_q8"}  # other makers' cards
+    assert set(choices) - _BY_SETTING <= elsewhere
+    assert set(methods) - elsewhere <= _BY_SETTING | _BY_FILE
