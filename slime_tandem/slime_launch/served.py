@@ -210,10 +210,9 @@ def _count(hf_config: Any) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for kind in (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    ):  # some models with other senses are the second alone
+    # The whole model first: of some kinds (Qwen3.5) transformers has a class of the language model alone, too, and a server
+    # loads the other senses as well.
+    for kind in (AutoModelForImageTextToText, AutoModelForCausalLM):
         try:
             with torch.device("meta"):  # whatever dtype the config names: what is counted has none
                 model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.bfloat16)

@@ -24,6 +24,9 @@ TINY = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+LINEAR = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 4, "sliding_window": 32},
     "gemma3_text": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 8, "sliding_window": 16},
@@ -37,8 +40,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         **TINY, "num_key_value_heads": 2, "head_dim": 4, "moe_intermediate_size": 8, "num_experts": 4,
-        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, **LINEAR,
+    },
+    "qwen3_5_text": {**TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, **LINEAR},
+    "qwen3_5": {
+        "text_config": {
+            **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, **LINEAR, "model_type": "qwen3_5_text",
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+            "num_position_embeddings": 16,
+        },
     },
     "gpt_oss": {
         **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 8, "num_local_experts": 4,
@@ -56,7 +68,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, value) x 2 bytes
     "mistral": 4 * 2 * 4 * 4, "gemma3_text": 4 * 2 * 8 * 4, "gemma3": 4 * 2 * 8 * 4, "qwen3_moe": 4 * 2 * 4 * 4,
-    "qwen3_next": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4, "glm4_moe": 4 * 2 * 4 * 4, "deepseek_v3": 4 * (12 + 4) * 2,
+    "qwen3_next": 1 * 2 * 4 * 4, "qwen3_5_text": 1 * 2 * 4 * 4, "qwen3_5": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4,
+    "glm4_moe": 4 * 2 * 4 * 4, "deepseek_v3": 4 * (12 + 4) * 2,
 }  # fmt: skip
 
 
@@ -72,7 +85,7 @@ def asked(folder: Path, how: ServedModel = HOW) -> Served:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = folder_of(tmp_path / "model", kind)
     found = asked(folder)
@@ -81,12 +94,13 @@ def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: 
     assert found.kv_per_token(4) == (KV[kind] if kind == "deepseek_v3" else KV[kind] // 2), (
         "two KV heads, latents are whole"
     )
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    whole = AutoModelForImageTextToText if "vision_config" in CONFIGS[kind] else AutoModelForCausalLM
+    model = whole.from_config(AutoConfig.from_pretrained(folder))
     assert found.weights == 2 * sum(p.numel() for p in model.parameters())
     assert any("counted from config.json" in note for note in found.notes)
     estimated = {"mistral", "gemma3_text", "gemma3", "gpt_oss"}
     assert any("upper bound" in note for note in found.notes) == (kind in estimated)
-    assert (found.kv_share < 1) == (kind == "qwen3_next")
+    assert (found.kv_share < 1) == (kind in ("qwen3_next", "qwen3_5_text", "qwen3_5"))
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
