@@ -55,6 +55,11 @@ refuse() {
   exit 2
 }
 
+# need_set NAME WHAT [REMEDY]: a variable that has no usual value.
+need_set() {
+  [[ -n "${!1:-}" ]] || refuse "$1" "" "$2" "${3:-set it to a Hugging Face folder}"
+}
+
 need_number() {
   [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
 }

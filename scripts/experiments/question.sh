@@ -53,11 +53,6 @@ suite() {
     bash scripts/train/run_method_suite.sh "$@"
 }
 
-# need_set NAME WHAT: a variable that has no usual value.
-need_set() {
-  [[ -n "${!1:-}" ]] || refuse "$1" "" "$2" "set it to a Hugging Face folder"
-}
-
 one_gpu() {
   [[ "${GPUS_PER_NODE:-1}" == 1 && "${NODES:-1}" == 1 ]]
 }

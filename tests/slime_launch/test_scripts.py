@@ -440,3 +440,18 @@ def test_the_papers_tandem_recipe_is_planned(run: Run) -> None:
         ["0.6"], ["2"], ["16"],
     )  # fmt: skip
     assert flags["--rollout-max-response-len"] == ["3000"]
+
+
+def test_the_papers_evaluation_sets_become_prompt_files(tmp_path: Path) -> None:
+    """verl's rows: messages, the label below reward_model, the set's name, and the rest."""
+    source, made = tmp_path / "test.jsonl", tmp_path / "eval" / "aime24.jsonl"
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": 4, "style": "rule"}}
+    source.write_text(json.dumps({**row, "data_source": "aime24", "extra_info": {"index": 7}}) + "\n")
+    command = [sys.executable, str(REPO / "scripts" / "train" / "prompts_from_verl.py"), str(source), str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"1 prompts in {made}\n")
+    written = {"prompt": row["prompt"], "label": "4", "task": "aime24", "metadata": {"extra_info": {"index": 7}}}
+    assert json.loads(made.read_text()) == written
+    source.write_text(json.dumps({"prompt": row["prompt"]}) + "\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "expected prompt and reward_model.ground_truth" in done.stderr) == (1, True)
