@@ -36,7 +36,7 @@ def launch(path: Path, case: str, *extra: str, **changes: Any) -> Plan:
     elif case == "mistral_junior":
         models["junior"] = str(folder_of(path / "mistral", "mistral"))
         tree |= {"tandem": {"junior_tokenizer": "any"}}
-    elif case == "qwen3_5_teacher":  # seed 002's own kind: linear layers, and eyes
+    elif case == "qwen3_5_teacher":  # linear layers, and eyes
         models["teacher"] = str(folder_of(path / "qwen3.5", "qwen3_5"))
     elif case == "gemma_teacher":
         models["teacher"] = str(folder_of(path / "gemma", "gemma3"))
@@ -160,7 +160,7 @@ def test_routes_are_replayed_where_no_junior_writes(tmp_path: Path) -> None:
     )
 
 
-def test_the_pair_of_the_second_seed_is_planned_by_its_published_sizes(tmp_path: Path) -> None:
+def test_a_published_pair_of_other_vocabularies_is_planned_by_its_sizes(tmp_path: Path) -> None:
     """Qwen3-8B and Qwen3.5-35B-A3B, whose sizes are the defaults of transformers' classes; eight GPUs of 80 GB."""
     teacher = tmp_path / "Qwen3.5-35B-A3B"
     teacher.mkdir()
