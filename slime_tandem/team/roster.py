@@ -7,13 +7,15 @@ it is what slime's hooks and the launcher share with a run on this machine, whos
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec
+from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec, TextMarkers
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.models.builtin import PREFIX, found_model, resolve_model
@@ -160,14 +162,21 @@ def read_tokenizer(config: RunConfig, role: Role, folder: Path, *, special: bool
     """
     models, spec = config.models, teacher_specs(config).get(role)
     check_revision(folder, _serving_of(config, role).revision)
-    tokenizer = ModelTokenizer.load(
-        folder,
-        trust_remote_code=models.trust_remote_code,
-        text_markers=models.text_markers,
-        template_kwargs=models.template_kwargs if spec is None else spec.template_kwargs,
-    )
+    kwargs = json.dumps(models.template_kwargs if spec is None else spec.template_kwargs, sort_keys=True)
+    files = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir() if file.is_file()))
+    tokenizer = _loaded(folder, files, kwargs, models.trust_remote_code, models.text_markers)
     require_rows(tokenizer, special=special)
     return tokenizer
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(
+    folder: Path, files: tuple[tuple[str, int], ...], kwargs: str, trust_remote_code: bool, text_markers: TextMarkers
+) -> ModelTokenizer:
+    """A tokenizer, kept while its `files` are as they were: a suite's plans read the same ones, each for some seconds."""
+    return ModelTokenizer.load(
+        folder, trust_remote_code=trust_remote_code, text_markers=text_markers, template_kwargs=json.loads(kwargs)
+    )
 
 
 def _check_list_lengths(config: RunConfig, tokenizers: Mapping[Role, ModelTokenizer]) -> None:
