@@ -25,6 +25,8 @@ _STATES = 0.9
 """SGLang's `mamba_full_memory_ratio`: memory of the states of linear layers over that of the KV cache (server_args.py)."""
 
 
+_TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Kinds of which SGLang 0.5.15 has `...ForConditionalGeneration` alone (models/qwen3_5.py)."""
 _BY_SETTING = frozenset({
     "awq", "awq_marlin", "auto-round", "auto-round-int8", "bitsandbytes", "compressed-tensors", "fp8", "gguf",
     "gptq", "gptq_marlin", "marlin", "modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "moe_wna16",
@@ -112,6 +114,8 @@ def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     config: Any = language_config(raw) if hf_config is None else hf_config.get_text_config().to_dict()
     weights, why = _weights(folder, raw, hf_config, how, field)
     notes = [] if why is None else [f"weights {why}"]
+    if raw.get("model_type") in _TEXT_ALONE:
+        notes.append("SGLang 0.5.15 has no class of this text model alone, only of the whole one with its eyes")
     if how.quantization is not None and quantization_of(raw)[1] is None:
         notes.append(f"weights as stored: {how.quantization} makes them smaller when they are loaded")
     heads, positions = config.get("num_attention_heads"), config.get("max_position_embeddings")

@@ -98,6 +98,7 @@ def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: 
     model = whole.from_config(AutoConfig.from_pretrained(folder))
     assert found.weights == 2 * sum(p.numel() for p in model.parameters())
     assert any("counted from config.json" in note for note in found.notes)
+    assert any("text model alone" in note for note in found.notes) == (kind == "qwen3_5_text")
     estimated = {"mistral", "gemma3_text", "gemma3", "gpt_oss"}
     assert any("upper bound" in note for note in found.notes) == (kind in estimated)
     assert (found.kv_share < 1) == (kind in ("qwen3_next", "qwen3_5_text", "qwen3_5"))
