@@ -29,6 +29,11 @@ _GEMMA = {
     "sliding_window": 512, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+_EYES = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+}  # fmt: skip
+_QWEN3_5 = {name: size for name, size in _LINEAR.items() if "expert" not in name}
 _VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -64,12 +69,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_next": Architecture(
         "qwen3_next", "qwen3", {**_EXPERTS, **_LINEAR}, published={"full_attention_interval": 4}
     ),
+    "qwen3_5_text": Architecture("qwen3_5_text", "qwen3", _QWEN3_5, published={"full_attention_interval": 4}),
+    "qwen3_5": Architecture("qwen3_5", "qwen3", {**_QWEN3_5, "model_type": "qwen3_5_text"}, {"vision_config": _EYES}),
     "qwen3_5_moe": Architecture(
         "qwen3_5_moe", "qwen3", {**_EXPERTS, **_LINEAR, "model_type": "qwen3_5_moe_text"},
-        {"vision_config": {
-            "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
-        }},
+        {"vision_config": _EYES},
     ),
     "mixtral": Architecture(
         "mixtral", "mistral-v1", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}

@@ -55,8 +55,21 @@ refuse() {
   exit 2
 }
 
+# need_set NAME WHAT [REMEDY]: a variable that has no usual value.
+need_set() {
+  [[ -n "${!1:-}" ]] || refuse "$1" "" "$2" "${3:-set it to a Hugging Face folder}"
+}
+
 need_number() {
   [[ "${!1}" =~ ^[1-9][0-9]*$ ]] || refuse "$1" "${!1}" "a whole number above 0" "set it, e.g. $1=${2:-1}"
+}
+
+# need_modules WHAT INSTALL MODULE...: whether SLIME_PYTHON can import these modules; a dry run asks, too. INSTALL: what pip is given.
+need_modules() {
+  local what="$1" install="$2" why
+  shift 2
+  why="$("$SLIME_PYTHON" -W ignore -c 'import importlib, sys; [*map(importlib.import_module, sys.argv[1:])]' "$@" 2>&1)" && return
+  refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with $what (${why##*$'\n'})" "$SLIME_PYTHON -m pip install $install, or set SLIME_PYTHON"
 }
 
 need_port() {

@@ -12,9 +12,9 @@
 #   DTYPE (float32), DEVICE (cpu), RESAMPLES (1000), TOP_N (none: a tenth of the bank), CACHE (.cache/models)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
-STUDENT_HF="${STUDENT_HF:?the folder of the student before training}"
-TRAINED_HF="${TRAINED_HF:?the folder of the student after training}"
-TEACHER_MODEL="${TEACHER_MODEL:?the folder of the teacher}"
+need_set STUDENT_HF "the student before training"
+need_set TRAINED_HF "the student after training"
+need_set TEACHER_MODEL "the teacher"
 # What is relative is so to the caller's folder; the rest of this script stands in the repository.
 from_here STUDENT_HF TRAINED_HF TEACHER_MODEL CONFIG PROMPT_DATA RESPONSES
 into_here OUT CACHE

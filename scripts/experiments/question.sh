@@ -53,11 +53,6 @@ suite() {
     bash scripts/train/run_method_suite.sh "$@"
 }
 
-# need_set NAME WHAT: a variable that has no usual value.
-need_set() {
-  [[ -n "${!1:-}" ]] || refuse "$1" "" "$2" "set it to a Hugging Face folder"
-}
-
 one_gpu() {
   [[ "${GPUS_PER_NODE:-1}" == 1 && "${NODES:-1}" == 1 ]]
 }
@@ -67,6 +62,7 @@ beside_teacher() {
   SERVED_URL="${TEACHER_URL:-}"
   if one_gpu && [[ -z "$SERVED_URL" ]]; then
     SERVED_URL="http://127.0.0.1:$3"
+    [[ "${DRY_RUN:-0}" == 1 ]] || need_modules "SGLang" "sglang" sglang.launch_server
     start "$1" "$SERVED_URL/health" "$SLIME_PYTHON" -m sglang.launch_server --model-path "$2" --host 127.0.0.1 --port "$3" \
       --mem-fraction-static "${TEACHER_MEM:-0.2}" --disable-radix-cache
   fi

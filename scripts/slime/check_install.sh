@@ -26,7 +26,8 @@ list() { "${pip[@]}" list --format=freeze | sort; }
 list > "$WORK/before.txt"
 "${pip[@]}" wheel --quiet --no-deps --wheel-dir "$WORK/wheels" "$REPO"
 # The constraint makes pip stop where it would otherwise replace a package.
-"${pip[@]}" install --quiet --no-compile --constraint "$WORK/before.txt" "$WORK"/wheels/slime_tandem-*.whl
+wheels=("$WORK"/wheels/slime_tandem-*.whl)
+"${pip[@]}" install --quiet --no-compile --constraint "$WORK/before.txt" "${wheels[0]}[slime]"
 list > "$WORK/after.txt"
 if changed="$(comm -23 "$WORK/before.txt" "$WORK/after.txt")" && [[ -n "$changed" ]]; then
   printf 'changed packages of the image:\n%s\n' "$changed" >&2

@@ -11,8 +11,10 @@ if [[ -z "${MASTER_ADDR:-}" || "$MASTER_ADDR" == 127.* ]]; then
   echo "MASTER_ADDR=${MASTER_ADDR:-}: expected the address of the machine with the head. Remedy: set it." >&2
   exit 2
 fi
+SLIME_PYTHON="${SLIME_PYTHON:-python3}"
 RAY_PORT="${RAY_PORT:-6379}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 need_port RAY_PORT 6379
 need_number GPUS_PER_NODE 8
-run "${SLIME_PYTHON:-python3}" -m ray.scripts.scripts start --block --disable-usage-stats \
+[[ "${DRY_RUN:-0}" == 1 ]] || need_modules "Ray" "'ray[default]'" ray.scripts.scripts
+run "$SLIME_PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats \
   --address "$MASTER_ADDR:$RAY_PORT" --num-gpus "$GPUS_PER_NODE" "$@"

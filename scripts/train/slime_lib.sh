@@ -78,6 +78,8 @@ need_slime() {
   export NO_PROXY="$no_proxy"
   export SLIME_DIR MEGATRON_LM_DIR
   export PYTHONPATH="$REPO:$SLIME_DIR:$MEGATRON_LM_DIR${PYTHONPATH:+:$PYTHONPATH}"
+  # What a plan imports; what a job needs besides, `check` says.
+  need_modules "this package's requirements" "'$REPO' (docs/slime.md, Installing)" slime_tandem.cli slime_tandem.slime_launch.suite
 }
 
 # wait_for NAME URL [PID]: until the URL answers; fails after SERVER_TIMEOUT seconds, or at once when the process is gone. Past every
@@ -142,11 +144,7 @@ trap 'exit 143' TERM
 # start_ray: a head on this machine, unless RAY_DASHBOARD names a running one. `ray stop` would end every Ray of the machine:
 # the head runs in the foreground of a process group of ours instead.
 start_ray() {
-  local why
-  if [[ "${DRY_RUN:-0}" != 1 ]] && ! why="$("$SLIME_PYTHON" -c 'import ray.dashboard.optional_deps' 2>&1)"; then
-    refuse SLIME_PYTHON "$SLIME_PYTHON" "a Python with ray[default], jobs are submitted through its dashboard (${why##*$'\n'})" \
-      "$SLIME_PYTHON -m pip install 'ray[default]'"
-  fi
+  [[ "${DRY_RUN:-0}" == 1 ]] || need_modules "ray[default], jobs are submitted through its dashboard" "'ray[default]'" ray.dashboard.optional_deps
   if [[ -n "${RAY_DASHBOARD:-}" ]]; then
     [[ "${DRY_RUN:-0}" == 1 ]] || wait_for RAY_DASHBOARD "$RAY_DASHBOARD/api/version"
     return

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if args.slime_flags:
             raise ConfigError("--", args.slime_flags[0], "flags of slime with --slime FOLDER only", "add --slime")
         _check_names(config)
+        _check_models(config)
         print(config.to_yaml(), end="")
         return 0
     from slime_tandem.slime_launch.plan import launch_plan
@@ -66,6 +67,20 @@ def run(args: argparse.Namespace) -> int:
     launch.write()
     print(launch.shell(), end="")
     return 0
+
+
+def _check_models(config: RunConfig) -> None:
+    """Raise for models that do not go together, as far as their folders are on this machine."""
+    members = (
+        config.models.senior,
+        config.models.junior,
+        config.models.teacher,
+        *(t.model for t in config.opd.teachers),
+    )
+    if any(Path(model).is_dir() for model in members):
+        from slime_tandem.team.roster import check_models  # torch
+
+        check_models(config, elsewhere=lambda _: True)
 
 
 def _check_names(config: RunConfig) -> None:

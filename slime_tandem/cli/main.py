@@ -30,7 +30,7 @@ from slime_tandem.cli import (
 )
 from slime_tandem.cli.completion import SHELLS, PrintCompletion, answer_shell
 from slime_tandem.cli.exit_codes import INTERNAL, REFUSED, STOPPED, in_words
-from slime_tandem.errors import RunDirError, TandemError, printable
+from slime_tandem.errors import ConfigError, RunDirError, TandemError, printable
 from slime_tandem.signals import terminate_as_interrupt
 
 # Idle OpenMP threads must sleep, not spin: several processes share the cores (set before torch is imported).
@@ -104,7 +104,15 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
         hint = "; `--resume` goes on from the last checkpoint, if there is one" if command.endswith(" train") else ""
         print(printable("\n".join((f"\n{command}: stopped{hint}", *getattr(error, "__notes__", ())))), file=sys.stderr)
         return STOPPED
-    except Exception as error:  # noqa: BLE001 - ours: said first, then shown whole
+    except Exception as error:  # noqa: BLE001 - whatever it is, the next lines say it
+        if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "slime_tandem":
+            expected, remedy = (
+                f"installed for {sys.executable}",
+                "install what pyproject.toml names (docs/slime.md, Installing)",
+            )
+            print(printable(f"{command}: {ConfigError('package', error.name, expected, remedy)}"), file=sys.stderr)
+            return REFUSED
+        # Ours: said first, then shown whole.
         print(
             f"{command}: internal error ({type(error).__name__}). Please report it with the lines below.",
             file=sys.stderr,

@@ -238,7 +238,11 @@ class TrainConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, description="group size K")
     updates_per_step: int = Field(1, ge=1, description="optimizer steps per rollout (mini-batches of whole groups)")
     epochs_per_step: int = Field(
-        1, ge=1, le=4, description="passes over each rollout, with the old and reference log-probs of the first"
+        1,
+        ge=1,
+        le=4,
+        description="passes over each rollout, with the old and reference log-probs of the first; 1 or 2 is usual, the policy "
+        "drifts from its rollout with each",
     )
     micro_batch_tokens: int = Field(8192, ge=1, description="padded tokens per forward pass of the trainer")
     gradient_checkpointing: bool = Field(

@@ -201,14 +201,15 @@ def _bank_of(override: str, run: str) -> str:
 def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
     """Run what is not finished yet: finished runs are kept, half ones resumed. `dry_run` prints the commands.
 
-    Raises ConfigError and RunDirError before anything runs, for settings that do not hold or differ from those that a run
-    of the folder was started with.
+    Raises ConfigError, ModelError and RunDirError before anything runs, for settings and models that do not go together, and
+    for settings that differ from those that a run of the folder was started with.
     """
     runs = suite.runs()
     merged_mapping(suite.folder, runs)
     for _, _, config in runs:
         if (config.run_dir / "config.yaml").exists():
             require_same_settings(config.run_dir / "config.yaml", config)
+    _check_models([config for _, seed, config in runs if seed == suite.seeds[0]])
     if not dry_run:
         write_mapping(suite.folder, runs)
     for number, (method, seed, config) in enumerate(runs, 1):
@@ -223,6 +224,19 @@ def run_suite(suite: Suite, *, dry_run: bool = False, say: Callable[[str], None]
             from slime_tandem.local.run import train  # torch, Megatron: not for a dry run
 
             train(config, resume=True)
+
+
+def _check_models(configs: Sequence[RunConfig]) -> None:
+    """Raise for models that do not go together, of every method before the first runs; built-in ones always do."""
+    if any(
+        not model.startswith("builtin:")
+        for config in configs
+        for model in (config.models.senior, config.models.junior, config.models.teacher)
+    ):
+        from slime_tandem.team.roster import check_models  # torch
+
+        for config in configs:
+            check_models(config)
 
 
 def write_mapping(folder: Path, runs: Sequence[tuple[Method, int, RunConfig]]) -> None:

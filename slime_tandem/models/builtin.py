@@ -186,6 +186,21 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log | None = None, reci
         if not name or not path.is_dir():  # Path("") would be the current folder
             raise ModelError("model", name, "a Hugging Face folder or builtin:<role>", "check the path")
         return path
+    (named, seed), role = _named(name)
+    return pretrain(cache_dir, log, (recipe or RECIPES[named]).seeded(seed)) / role
+
+
+def found_model(name: str, cache_dir: str | Path) -> Path | None:
+    """The folder of a model, None for a built-in one that is not made yet; makes none. Raises as `resolve_model`."""
+    if not name.startswith(PREFIX):
+        return resolve_model(name, cache_dir)
+    (recipe, seed), role = _named(name)
+    made = Path(cache_dir) / RECIPES[recipe].seeded(seed).key
+    return made / role if (made / "recipe.json").is_file() else None
+
+
+def _named(name: str) -> tuple[tuple[str, int], str]:
+    """((recipe, seed), role) of `builtin:...`; raises ModelError for an unknown name."""
     parts = _NAME.fullmatch(name.removeprefix(PREFIX))
     if parts is None:
         known = ", ".join(f"{PREFIX}{r}" for r in ROLES)
@@ -193,8 +208,7 @@ def resolve_model(name: str, cache_dir: str | Path, log: Log | None = None, reci
             f"one of {known}, perhaps with {' or '.join(RECIPES)} and a slash before the role and @SEED behind it"
         )
         raise ModelError("model", name, expected, "choose one of these")
-    chosen = recipe or RECIPES[parts["recipe"] or "sums"]
-    return pretrain(cache_dir, log, chosen.seeded(int(parts["seed"] or 0))) / parts["role"]
+    return (parts["recipe"] or "sums", int(parts["seed"] or 0)), parts["role"]
 
 
 def pretrain(cache_dir: str | Path, log: Log | None = None, recipe: Recipe | None = None) -> Path:

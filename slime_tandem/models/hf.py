@@ -116,6 +116,31 @@ def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> No
                 raise ModelError(f"{os.fspath(path)} {name}", value, f"{least} to {most}", "mend it")
 
 
+def quantization_of(config: Mapping[str, Any]) -> tuple[str, str | None]:
+    """(field, method) of the quantization that a config.json names; the method is None where the weights are whole.
+
+    >>> quantization_of({"quantization_config": {"quant_method": "mxfp4"}})
+    ('quantization_config.quant_method', 'mxfp4')
+    """
+    for prefix, part in (("", config), ("text_config.", language_config(config))):
+        if isinstance(found := part.get("quantization_config"), Mapping):
+            return f"{prefix}quantization_config.quant_method", str(found.get("quant_method", "unnamed"))
+    return "quantization_config", None
+
+
+def require_whole_weights(folder: str | os.PathLike[str]) -> None:
+    """Raise ModelError for a model of quantized weights, which nothing here computes with."""
+    field, method = quantization_of(read_model_config(folder))
+    if method is not None:
+        raise ModelError(
+            f"{Path(folder) / 'config.json'} {field}",
+            method,
+            "none: the embedded server and the trainer compute with whole weights",
+            "serve this model with SGLang and name its address (engine.teacher_url, engine.junior_url, opd.teachers[].url), "
+            "or save it dequantized",
+        )
+
+
 def check_revision(folder: Path, revision: str | None) -> None:
     """Raise ModelError unless the folder is the snapshot of this commit, or of this name, in a Hugging Face cache.
 
@@ -166,6 +191,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     the config (missing, left over or of another shape), for unknown architectures and for damaged files.
     """
     path = check_model_folder(folder)
+    require_whole_weights(path)
     if dtype not in _DTYPES:
         raise ModelError("dtype", dtype, "float32 or bfloat16", "choose one of these")
     from transformers import AutoModelForCausalLM
@@ -204,10 +230,15 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     return model.eval()
 
 
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has any file of a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
     """The tokenizer in `folder`; raises ModelError if there is none or it does not load."""
     path = Path(folder)
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(path):
         raise ModelError("model", str(folder), "a folder with tokenizer files", "save the tokenizer beside the weights")
     from transformers import AutoTokenizer
 

@@ -223,5 +223,5 @@ def require_same_tokenizer(senior: ModelTokenizer, junior: ModelTokenizer) -> No
             "models.junior",
             str(junior.folder),
             f"the senior's tokenizer ({senior.folder}); {difference}",
-            "use a junior of the senior's model family",
+            "use a junior of the senior's model family, or set tandem.junior_tokenizer=any (engine.mode=two_servers)",
         )

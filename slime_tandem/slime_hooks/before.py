@@ -53,6 +53,15 @@ def check_servers(args: Any, config: RunConfig) -> None:
             )
 
 
+def check_team(config: RunConfig) -> None:
+    """Raise what the hooks would raise of models and the user's own code when the engines are up, where every model is a folder
+    of this machine; else what those that are tell. A plan by sizes has none."""
+    from slime_tandem.team.roster import Roster, check_models  # torch
+
+    if not check_models(config, elsewhere=lambda _: True):
+        Roster(config)
+
+
 def check_shared_gpus(args: Any) -> None:
     """Raise ConfigError for a frozen model of `--sglang-config` on GPUs of the trainer without a copy of its weights.
 

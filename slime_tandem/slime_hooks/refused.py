@@ -30,10 +30,11 @@ def argument(flag: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rule is asked about: slime's arguments, and our configuration completed from them."""
+    """What a rule is asked about: slime's arguments (`planned`: a plan's), and our configuration completed from them."""
 
     args: Any
     config: RunConfig
+    planned: bool = False
 
     def value(self, name: str) -> Any:
         """Of a flag `--a-b` (None: not among the arguments, so not set), or of a setting `slime_tandem.a.b`.
@@ -46,7 +47,7 @@ class Job:
         if name.startswith("--"):
             return getattr(self.args, argument(name), None)
         found: Any = self.config
-        for part in name.split(".")[1:]:
+        for part in name.removeprefix(f"{KEY}.").split("."):
             found = getattr(found, part)
         return found
 
@@ -85,7 +86,8 @@ class Rule:
     """One flag of slime's or setting of ours. `wrong(value, job)`: whether its value is refused, asked only where `when(job)`.
 
     `expected` and `remedy` are those of the ConfigError; `value(job)` is what it shows, by default the flag's or setting's own.
-    `planned`: held against a plan alone, whose files and flags the launcher writes.
+    `planned`: held against a plan alone (True), whose files and flags the launcher writes, or never against one (False).
+    `in_plan`: the remedy there, where no flag that `remedy` names is the user's to add.
     """
 
     name: str
@@ -94,14 +96,20 @@ class Rule:
     wrong: Test = given
     when: Callable[[Job], bool] = lambda _: True
     value: Callable[[Job], Any] | None = None
-    planned: bool = False
+    planned: bool | None = None
+    in_plan: str | None = None
 
     def check(self, job: Job) -> None:
         """Raise ConfigError where the rule is broken."""
         value = job.value(self.name) if self.value is None else self.value(job)
         if self.when(job) and self.wrong(value, job):
             expected = self.expected if isinstance(self.expected, str) else self.expected(job)
-            raise ConfigError(self.name, value, expected, self.remedy)
+            name, remedy = self.name, self.remedy
+            if job.planned:  # whose user writes settings of a configuration, not of the file that slime is given
+                name, expected, remedy = (
+                    text.replace(f"{KEY}.", "") for text in (name, expected, self.in_plan or remedy)
+                )
+            raise ConfigError(name, value, expected, remedy)
 
 
 def check_flags(args: Any, config: RunConfig, *, planned: bool = False) -> None:
@@ -109,9 +117,9 @@ def check_flags(args: Any, config: RunConfig, *, planned: bool = False) -> None:
 
     A flag that the arguments do not have is one that is not set. `planned`: the arguments are a plan's.
     """
-    job = Job(args, config)
+    job = Job(args, config, planned)
     for rule in RULES:
-        if planned or not rule.planned:
+        if rule.planned in (None, planned):
             rule.check(job)
 
 
@@ -124,11 +132,13 @@ def scores_by_id(config: RunConfig) -> bool:
 # ---- the rules, in the order in which they are held ----
 
 
-def _never(flag: str, why: str, remedy: str = "remove it", *, planned: bool = False) -> Rule:
+def _never(flag: str, why: str, remedy: str = "remove it", *, planned: bool | None = None) -> Rule:
     return Rule(flag, f"not to be set with slime_tandem: {why}", remedy, planned=planned)
 
 
 _HOOKS = "add --loss-type custom_loss and the hooks of docs/slime.md, or remove it"
+_OUR_LOSS = "remove it, or set cluster.loss=own"
+"""The same in a plan, whose hooks follow from that setting."""
 _OUR_LOSS_HAS = f"remove it; {KEY}.objective has what our loss has"
 
 _NEVER = (
@@ -191,6 +201,7 @@ def _slimes_loss_does_not_know(name: str) -> Rule:
         f"{KEY}.objective.{name}",
         f"{default} (the default) with slime's own loss, which does not know it",
         _HOOKS,
+        in_plan=_OUR_LOSS,
         wrong=lambda value, _: value != default,
         when=lambda job: not job.our_loss,
     )
@@ -203,6 +214,7 @@ def _slimes_rewards_do_not_know(name: str) -> Rule:
         f"{KEY}.objective.{name}",
         f"{default} (the default) without --custom-reward-post-process-path",
         _HOOKS,
+        in_plan=_OUR_LOSS,
         wrong=lambda value, _: value != default and (name, value) != ("scale_advantages", "std"),
         when=lambda job: not job.our_loss and job.value("--custom-reward-post-process-path") is None,
     )
@@ -221,6 +233,14 @@ _LOSS = (
         "or add --loss-type custom_loss and the hooks of docs/slime.md",
         wrong=lambda value, _: value != "custom_loss",
         when=lambda job: job.config.opd.enabled,
+        planned=False,
+    ),
+    Rule(
+        f"{KEY}.opd.enabled",
+        "false with cluster.loss=slime: slime's own losses do not know our weights",
+        "set it to false, or cluster.loss=own",
+        when=lambda job: not job.our_loss,
+        planned=True,
     ),
     *map(
         _slimes_loss_does_not_know,
@@ -231,6 +251,7 @@ _LOSS = (
         f"{KEY}.tandem.junior_token_loss_weight",
         "0 with slime's own loss, whose masks are whole and whose old log-probs of junior tokens are the junior's",
         _HOOKS,
+        in_plan=_OUR_LOSS,
         wrong=lambda value, _: value > 0,
         when=lambda job: not job.our_loss and job.config.tandem.enabled,
     ),
@@ -254,6 +275,7 @@ _OBJECTIVE = (
         f"{KEY}.train.epochs_per_step",
         "1 with slime's own loss: --rollout-data-postprocess-path, which goes with ours, repeats a rollout's steps",
         f"{_HOOKS[: -len(', or remove it')]}, or set train.epochs_per_step=1",
+        in_plan="set it to 1, or cluster.loss=own",
         wrong=lambda value, job: value != 1 and not (job.our_loss and job.value("--rollout-data-postprocess-path")),
     ),
     *(
@@ -310,6 +332,7 @@ _TRUNCATION = (
         "sampling",
         "top_p 1, top_k -1, min_p 0 with slime's own loss, which has the ratio of the full distribution",
         "name our hooks (docs/slime.md)",
+        in_plan="set these, or cluster.loss=own",
         wrong=lambda _, job: not (job.our_loss and job.our_advantages),
         when=lambda job: job.truncates,
         value=lambda job: {name: getattr(job.config.sampling, name) for name in ("top_p", "top_k", "min_p")},

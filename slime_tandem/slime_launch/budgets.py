@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from slime_tandem.config import ClusterConfig, RunConfig
 from slime_tandem.errors import ConfigError
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Group, Layout
+from slime_tandem.slime_launch.layout import ACTOR, JUNIOR, Group, Layout, serving_of, sizes_of
 from slime_tandem.slime_launch.memory import (
     ENGINE_RESERVED,
     GIB,
@@ -54,7 +54,7 @@ def check_memory(
     )
     for group in place.groups:
         models = [served[group.name]] + ([junior] if junior is not None and group.name == ACTOR else [])
-        _check_heads(models, group)
+        _check_heads(config, models, group)
         engine = engine_memory(models, group.gpus_per_engine, c, group.serving.mem_fraction)
         lines.append(_engine_line(engine, group, config))
         lines += [f"{group.name}, {note}" for model in models for note in model.notes]
@@ -79,7 +79,8 @@ def _check_cut(config: RunConfig, place: Layout, arch: Architecture) -> None:
     batch = config.train.prompts_per_step * config.train.samples_per_prompt // config.train.updates_per_step
     if batch % data_parallel:
         expected = f"a multiple of {data_parallel}, the data parallel size, in each of the updates"
-        raise ConfigError("responses of an update", batch, expected, "change train.prompts_per_step or the cluster")
+        remedy = "change train.prompts_per_step, samples_per_prompt or updates_per_step, or cluster.trainer_gpus"
+        raise ConfigError("responses of an update", batch, expected, remedy)
 
 
 def _check_experts(config: RunConfig, place: Layout, arch: Architecture) -> None:
@@ -98,12 +99,11 @@ def _check_experts(config: RunConfig, place: Layout, arch: Architecture) -> None
         raise ConfigError("cluster.expert_parallel", c.expert_parallel, expected, "set it to 1")
 
 
-def _check_heads(models: list[Served], group: Group) -> None:
+def _check_heads(config: RunConfig, models: list[Served], group: Group) -> None:
     for model in models:
         if model.heads is not None and model.heads % group.gpus_per_engine:
-            field = {ACTOR: "senior_tp", JUNIOR: "junior_tp"}.get(group.name, "teacher_tp")
             expected = f"a divisor of {model.heads} attention heads"
-            raise ConfigError(f"cluster.{field}", group.gpus_per_engine, expected, "change it")
+            raise ConfigError(sizes_of(config, group.name)[1], group.gpus_per_engine, expected, "change it")
 
 
 def _trainer_line(t: TrainerMemory, c: ClusterConfig) -> str:
@@ -122,23 +122,31 @@ def _engine_line(e: EngineMemory, group: Group, config: RunConfig) -> str:
     if e.kv_tokens < wanted:
         room = (group.serving.mem_fraction or c.mem_fraction) * c.gpu_memory_gib
         expected = f"at least sampling.max_new_tokens={wanted}; weights take {e.weights / GIB:.1f} of {room:.1f} GiB"
-        remedy = "raise its tp or cluster.mem_fraction"
+        remedy = f"raise {sizes_of(config, group.name)[1]} or {_fraction_of(config, group)}"
         raise ConfigError(f"KV cache of {group.name}, tokens", e.kv_tokens, expected, remedy)
     share = group.serving.mem_fraction or c.mem_fraction
     if e.scoring + ENGINE_RESERVED > (1 - share) * c.gpu_memory_gib * GIB:
         needs = f"{e.scoring / GIB:.1f} for the logits of {SCORED_AT_ONCE} positions, {ENGINE_RESERVED / GIB:.1f} in reserve"
         most = 1 - (e.scoring + ENGINE_RESERVED) / (c.gpu_memory_gib * GIB)
         expected = f"at most {most:.2f}: beside weights and KV cache {needs}"
-        raise ConfigError(f"mem_fraction of {group.name}", share, expected, "lower it (cluster.mem_fraction, serving)")
+        raise ConfigError(f"mem_fraction of {group.name}", share, expected, f"lower {_fraction_of(config, group)}")
     return (
         f"{group.name}: weights {e.weights / GIB:.1f} GiB, KV cache {e.kv_tokens * e.kv_per_token / GIB:.1f} GiB a GPU: "
         f"{e.kv_tokens:,} tokens an engine, {e.kv_per_token:,} bytes a token and GPU"
     )
 
 
+def _fraction_of(config: RunConfig, group: Group) -> str:
+    """Dotted name of the setting that says which share of a GPU a group's engines take."""
+    if group.serving.mem_fraction is None:
+        return "cluster.mem_fraction"
+    return f"{serving_of(config, group.name)[0]}.mem_fraction"
+
+
 def _host_line(on_host: int, c: ClusterConfig) -> str:
     if on_host > c.host_memory_gib * GIB:
-        expected, remedy = f"at most {c.host_memory_gib:g}", "use more machines, or do not colocate"
+        expected = f"at most {c.host_memory_gib:g} (cluster.host_memory_gib)"
+        remedy = "raise cluster.nodes" + (", or set cluster.colocate=false" if c.colocate else "")
         raise ConfigError("main memory of a machine, GiB", round(on_host / GIB, 1), expected, remedy)
     return (
         f"main memory of a machine: {on_host / GIB:.1f} GiB of {c.host_memory_gib:g} (weights of trainer and frozen models"

@@ -124,7 +124,7 @@ def layout(config: RunConfig) -> Layout:
     groups = []
     for name, model in {ACTOR: config.models.senior, **frozen}.items():
         gpus = needs.get(name, senior)
-        size = _engine_size(c, name, gpus, own[name].tp if name in own else None)
+        size = _engine_size(config, name, gpus)
         shared, how = c.colocate and start < trainer, serving_of(config, name)[1]
         groups.append(Group(name, model, start, gpus, size, shared, name == ACTOR, how))
         start += gpus
@@ -176,15 +176,30 @@ def _check_sizes(c: ClusterConfig, trainer: int, senior: int, needs: Mapping[str
     _require(whole, "trainer_gpus", trainer, expected, "round it")
 
 
-def _engine_size(c: ClusterConfig, name: str, gpus: int, own: int | None) -> int:
-    """GPUs of one engine of a group with `gpus` (`own`: a teacher's, in the place of the cluster's); raises ConfigError where
-    they do not divide, or not into nodes."""
+def sizes_of(config: RunConfig, name: str) -> tuple[str, str]:
+    """Dotted names of the settings that say how many GPUs a group has, and of how many an engine is.
+
+    >>> sizes_of(RunConfig(), "junior")
+    ('cluster.junior_gpus', 'cluster.junior_tp')
+    """
+    for i, spec in enumerate(config.opd.teachers if config.opd.enabled else ()):
+        if spec.name == name:
+            mine = f"opd.teachers.{i}"
+            gpus = "cluster.teacher_gpus" if spec.gpus is None else f"{mine}.gpus"
+            return gpus, "cluster.teacher_tp" if spec.tp is None else f"{mine}.tp"
+    role = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
+    return f"cluster.{role}_gpus", f"cluster.{role}_tp"
+
+
+def _engine_size(config: RunConfig, name: str, gpus: int) -> int:
+    """GPUs of one engine of a group with `gpus`; raises ConfigError where they do not divide, or not into nodes."""
+    c, own = config.cluster, {t.name: t.tp for t in config.opd.teachers}.get(name)
     size = own or {ACTOR: c.senior_tp, JUNIOR: c.junior_tp}.get(name, c.teacher_tp)
-    field = {ACTOR: "senior", JUNIOR: "junior"}.get(name, "teacher")
-    expected = f"a multiple of cluster.{field}_tp={size}" if own is None else f"a multiple of {size}, the tp of {name}"
-    _require(gpus % size == 0, f"{field}_gpus", gpus, expected, "change one of them")
-    expected = f"a part of a node or whole nodes of {c.gpus_per_node}"
-    _require(size <= c.gpus_per_node or size % c.gpus_per_node == 0, f"{field}_tp", size, expected, "change it")
+    of_group, of_engine = sizes_of(config, name)
+    if gpus % size:
+        raise ConfigError(of_group, gpus, f"a multiple of {of_engine}={size}", "change one of them")
+    if size > c.gpus_per_node and size % c.gpus_per_node:
+        raise ConfigError(of_engine, size, f"a part of a node or whole nodes of {c.gpus_per_node}", "change it")
     return size
 
 

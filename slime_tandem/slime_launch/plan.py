@@ -6,6 +6,7 @@ What the launch then says to slime is in `flags`. Starts nothing; without folder
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slime_tandem.config import RunConfig
@@ -18,10 +19,29 @@ def launch_plan(config: RunConfig, folder: Path, extra: Sequence[str] = ()) -> P
 
     Makes the built-in models that the configuration names, and with engine.mode=fused writes the boundary tables into `folder`;
     all other files are the plan's (`Plan.write`). Raises ConfigError for whatever does not fit together, ModelError for a
-    missing model or a fused pair that does not fit.
+    missing model or a fused pair that does not fit, TokenizerMismatchError for a junior of another vocabulary that
+    `tandem.junior_tokenizer` does not allow.
     """
     config = with_folders(config)
-    return plan(config, folder, fused=_fused(config, folder) if config.engine.mode == "fused" else None, extra=extra)
+    unread = _models_go_together(config)
+    fused = _fused(config, folder) if config.engine.mode == "fused" else None
+    launch = plan(config, folder, fused=fused, extra=extra)
+    return replace(launch, notes=[*launch.notes, *unread])
+
+
+def _models_go_together(config: RunConfig) -> list[str]:
+    """Hold the tokenizers against each other, as the hooks do once the job has started; a note for each that is not there."""
+    models = config.models
+    if {models.senior, models.junior, models.teacher, *(t.model for t in config.opd.teachers)} <= PUBLISHED.keys():
+        return []
+    from slime_tandem.team.roster import check_models, members_of  # torch
+
+    members = members_of(config)
+    return [
+        f"not compared: the tokenizer of the {role}, no file of it is in {members[role].model}"
+        for role in check_models(config, elsewhere=PUBLISHED.__contains__)
+        if members[role].model not in PUBLISHED
+    ]
 
 
 def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:

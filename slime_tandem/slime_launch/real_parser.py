@@ -61,6 +61,7 @@ def ask_hooks(args: argparse.Namespace) -> None:
     before.check_packages(config, our_reward=scores_itself(args))
     before.check_servers(args, config)
     before.check_shared_gpus(args)
+    before.check_team(config)
 
 
 def main(flags: Sequence[str]) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_tandem.config import ServedModel
-from slime_tandem.errors import ModelError
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.models.hf import language_config, read_model_config, require_sizes
+from slime_tandem.models.hf import language_config, quantization_of, read_model_config, require_sizes
 from slime_tandem.models.weight_files import stored_bytes
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
@@ -23,6 +23,29 @@ GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATES = 0.9
 """SGLang's `mamba_full_memory_ratio`: memory of the states of linear layers over that of the KV cache (server_args.py)."""
+
+
+_TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Kinds of which SGLang 0.5.15 has `...ForConditionalGeneration` alone (models/qwen3_5.py)."""
+_BY_SETTING = frozenset({
+    "awq", "awq_marlin", "auto-round", "auto-round-int8", "bitsandbytes", "compressed-tensors", "fp8", "gguf",
+    "gptq", "gptq_marlin", "marlin", "modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "moe_wna16",
+    "mxfp4", "mxfp8", "nvfp4_online", "petit_nvfp4", "qoq", "quark", "quark_int4fp8_moe", "quark_mxfp4", "unquant",
+    "w4afp8", "w8a8_fp8", "w8a8_int8",
+})  # fmt: skip
+"""SGLang 0.5.15's `--quantization` on GPUs (server_args.py)."""
+_BY_FILE = frozenset({"blockwise_int8", "compressed_tensors", "fbgemm_fp8"})
+"""Further methods that it reads from a config.json (layers/quantization/__init__.py)."""
+_READS_AS = {
+    **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "petit_nvfp4"), ("modelopt",)),
+    **dict.fromkeys(("w8a8_int8", "w8a8_fp8", "auto-round-int8"), ("compressed-tensors", "compressed_tensors")),
+    "gptq_marlin": ("gptq",),
+    "awq_marlin": ("awq",),
+    "marlin": ("awq", "gptq"),
+    "moe_wna16": ("awq", "gptq"),
+    "nvfp4_online": ("fp8",),
+}
+"""Setting -> methods of a config.json that it also reads (configs/model_config.py, `override_quantization_method`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +109,40 @@ def in_context(model: Served, how: ServedModel) -> Served:
 def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     raw = read_model_config(folder)
     require_sizes(raw, folder / "config.json")
+    _check_quantization(folder, raw, how, field)
     hf_config = _transformers_config(folder)
     config: Any = language_config(raw) if hf_config is None else hf_config.get_text_config().to_dict()
     weights, why = _weights(folder, raw, hf_config, how, field)
     notes = [] if why is None else [f"weights {why}"]
-    if how.quantization is not None and raw.get("quantization_config") is None:
+    if raw.get("model_type") in _TEXT_ALONE:
+        notes.append("SGLang 0.5.15 has no class of this text model alone, only of the whole one with its eyes")
+    if how.quantization is not None and quantization_of(raw)[1] is None:
         notes.append(f"weights as stored: {how.quantization} makes them smaller when they are loaded")
     heads, positions = config.get("num_attention_heads"), config.get("max_position_embeddings")
     base = Served(_whole(heads), _whole(positions), weights, 0, 0, vocabulary=_whole(config.get("vocab_size")) or 0)
     if how.kv_bytes_per_token is None:
         base = _with_cache(base, config, _BYTES[how.dtype or "bfloat16"], notes, str(folder), field)
     return replace(base, notes=tuple(notes))
+
+
+def _check_quantization(folder: Path, raw: Mapping[str, Any], how: ServedModel, field: str) -> None:
+    """Raise for a quantization that SGLang does not read, or that is not the one of the folder's weights: its engines would end
+    when they load the model."""
+    name, method = quantization_of(raw)
+    known = ", ".join(sorted(_BY_SETTING))
+    if how.quantization is not None and how.quantization.lower() not in _BY_SETTING:
+        remedy = "choose one of these, or serve the model yourself and name its address"
+        raise ConfigError(f"{field}.quantization", how.quantization, f"one of SGLang's: {known}", remedy)
+    if method is None:
+        return
+    stored, asked = method.lower(), (how.quantization or method).lower()
+    if stored not in _BY_SETTING | _BY_FILE:
+        expected = f"a quantization that SGLang reads: {', '.join(sorted(_BY_SETTING | _BY_FILE))}"
+        remedy = "fetch the model whole or quantized so, or serve it yourself and name its address"
+        raise ModelError(f"{folder / 'config.json'} {name}", method, expected, remedy)
+    if asked != stored and stored not in _READS_AS.get(asked, ()):
+        expected = f"{method}, by which its weights are stored (config.json), or null"
+        raise ConfigError(f"{field}.quantization", how.quantization, expected, "remove it")
 
 
 def _with_cache(base: Served, config: Mapping[str, Any], size: int, notes: list[str], model: str, field: str) -> Served:
@@ -143,7 +189,15 @@ def _weights(
     size = _BYTES[how.dtype or "bfloat16"]
     if (stored := stored_bytes(folder, size)) is not None:
         return stored.size, None if stored.counted else "as the index says, without the shards"
-    if raw.get("quantization_config") is None and (count := _count(hf_config)) is not None:
+    quantized, method = quantization_of(raw)
+    if method is not None:
+        raise ModelError(
+            f"{folder / 'config.json'} {quantized}",
+            method,
+            "weights or their index in the folder: config.json does not tell how large quantized ones are",
+            f"fetch model.safetensors.index.json, or set {field}.weights_gib",
+        )
+    if (count := _count(hf_config)) is not None:
         return size * count, f"counted from config.json, {size} bytes each: the folder has no weight files"
     raise ModelError(
         str(folder),
@@ -160,10 +214,9 @@ def _count(hf_config: Any) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    for kind in (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    ):  # some models with other senses are the second alone
+    # The whole model first: of some kinds (Qwen3.5) transformers has a class of the language model alone, too, and a server
+    # loads the other senses as well.
+    for kind in (AutoModelForImageTextToText, AutoModelForCausalLM):
         try:
             with torch.device("meta"):  # whatever dtype the config names: what is counted has none
                 model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.bfloat16)

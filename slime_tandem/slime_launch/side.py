@@ -115,7 +115,7 @@ def check_sides(
                 f"at least sampling.max_new_tokens={wanted}; weights take {engine.weights / GIB:.1f} of {share:.1f} GiB"
             )
             raise ConfigError(
-                f"KV cache of {side.name}, tokens", engine.kv_tokens, expected, "raise cluster.side_fraction"
+                f"KV cache of {side.name}, tokens", engine.kv_tokens, expected, f"raise {_fraction_of(config, side)}"
             )
         total += engine.process()
         lines.append(
@@ -123,6 +123,12 @@ def check_sides(
             f"({engine.kv_tokens:,} tokens)"
         )
     return [*lines, _card_line(c, total, trainer, actor, trains=trains, writes=writes)]
+
+
+def _fraction_of(config: RunConfig, side: Side) -> str:
+    if side.serving.mem_fraction is None:
+        return "cluster.side_fraction"
+    return f"{serving_of(config, side.name)[0]}.mem_fraction"
 
 
 def _card_line(

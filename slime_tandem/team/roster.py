@@ -7,21 +7,24 @@ it is what slime's hooks and the launcher share with a run on this machine, whos
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec
+from slime_tandem.config import RunConfig, SamplingConfig, ServedModel, TandemConfig, TeacherSpec, TextMarkers
 from slime_tandem.distill.teacher import Scoring, Teacher, check_teacher
 from slime_tandem.errors import ConfigError, ModelError
-from slime_tandem.models.builtin import resolve_model
+from slime_tandem.models.builtin import PREFIX, found_model, resolve_model
 from slime_tandem.models.chat import Chat
 from slime_tandem.models.hf import (
     check_model_folder,
     check_revision,
     check_served_model,
+    has_tokenizer,
     language_config,
     read_model_config,
 )
@@ -137,6 +140,78 @@ def _tandem(config: RunConfig) -> TandemConfig:
     return config.tandem.model_copy(update={"enabled": config.tandem.enabled or config.eval.tandem})
 
 
+def one_tokenizer(config: RunConfig) -> bool:
+    """Whether senior and junior must share one."""
+    tandem = _tandem(config)
+    return tandem.enabled and tandem.junior_tokenizer == "same"
+
+
+def _serving_of(config: RunConfig, role: Role) -> ServedModel:
+    """How a role's model is served, by the settings."""
+    if config.opd.teachers and (spec := teacher_specs(config).get(role)) is not None:
+        return spec.serving
+    found: ServedModel = getattr(config.serving, role)
+    return found
+
+
+def read_tokenizer(config: RunConfig, role: Role, folder: Path, *, special: bool) -> ModelTokenizer:
+    """A role's tokenizer with the variables of its template: each teacher's own, else those of all that write.
+
+    `special`: its special tokens must be rows of the model, too. Raises ModelError for a folder that is another revision, and
+    as `ModelTokenizer.load` and `require_rows`.
+    """
+    models, spec = config.models, teacher_specs(config).get(role)
+    check_revision(folder, _serving_of(config, role).revision)
+    kwargs = json.dumps(models.template_kwargs if spec is None else spec.template_kwargs, sort_keys=True)
+    files = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir() if file.is_file()))
+    tokenizer = _loaded(folder, files, kwargs, models.trust_remote_code, models.text_markers)
+    require_rows(tokenizer, special=special)
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(
+    folder: Path, files: tuple[tuple[str, int], ...], kwargs: str, trust_remote_code: bool, text_markers: TextMarkers
+) -> ModelTokenizer:
+    """A tokenizer, kept while its `files` are as they were: a suite's plans read the same ones, each for some seconds."""
+    return ModelTokenizer.load(
+        folder, trust_remote_code=trust_remote_code, text_markers=text_markers, template_kwargs=json.loads(kwargs)
+    )
+
+
+def _check_list_lengths(config: RunConfig, tokenizers: Mapping[Role, ModelTokenizer]) -> None:
+    vocabularies = [len(t.tokens.table) for role, t in tokenizers.items() if role != "junior"]
+    if not config.opd.enabled or not vocabularies:
+        return
+    opd, most = config.opd, min(vocabularies)
+    for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
+        if k > most:  # the defaults are within any vocabulary
+            raise ConfigError(f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it")
+
+
+def check_models(config: RunConfig, *, elsewhere: Callable[[str], bool] = lambda _: False) -> list[Role]:
+    """Raise what a `Roster` would raise of the models, as far as folders tell; returns the roles of which they tell nothing.
+
+    Makes no built-in model, and asks for no weights where a folder has none: a plan needs their sizes alone. `elsewhere`:
+    whether a model that is no folder here may be one somewhere else. No code of the user's is looked for.
+    """
+    members, tokenizers = members_of(config), dict[Role, ModelTokenizer]()
+    for role, member in members.items():
+        with _of_role(role):
+            named = not member.model.startswith(PREFIX) and not Path(member.model).is_dir()
+            folder = None if named and elsewhere(member.model) else found_model(member.model, config.models.cache_dir)
+            if folder is None or not has_tokenizer(folder):
+                continue
+            if (member.url is None or role == "senior") and any(folder.glob("*.safetensors")):
+                check_model_folder(folder)
+            special = role == "senior" or (role == "junior" and one_tokenizer(config))
+            tokenizers[role] = read_tokenizer(config, role, folder, special=special)
+    if one_tokenizer(config) and {"senior", "junior"} <= tokenizers.keys():
+        require_same_tokenizer(tokenizers["senior"], tokenizers["junior"])
+    _check_list_lengths(config, tokenizers)
+    return [role for role in members if role not in tokenizers]
+
+
 @contextlib.contextmanager
 def _of_role(role: Role) -> Iterator[None]:
     """Say in a ModelError whose model it is: two roles may have folders of the same name, or the same folder."""
@@ -169,8 +244,7 @@ class Roster:
         self.teacher_specs = teacher_specs(config)
         self.folders: dict[Role, Path] = {}
         self.tokenizers: dict[Role, ModelTokenizer] = {}
-        tandem = _tandem(config)
-        same = tandem.enabled and tandem.junior_tokenizer == "same"
+        tandem, same = _tandem(config), one_tokenizer(config)
         for role in self.members:
             self._read(role, special=role == "senior" or (role == "junior" and same))
         check_extensions(config)
@@ -180,7 +254,7 @@ class Roster:
                 with _of_role(role):
                     self.own_teachers[role] = own_teacher(spec, self.student, config)
         self.environments = Environments(config.tasks, self.student, timeout_s=config.engine.environment_timeout_s)
-        self._check_list_lengths()
+        _check_list_lengths(config, self.tokenizers)
         self.spellers = None
         if same:
             require_same_tokenizer(self.student, self.tokenizers["junior"])
@@ -192,42 +266,16 @@ class Roster:
 
     def _read(self, role: Role, *, special: bool) -> None:
         """Find a role's folder and load its tokenizer; `special`: its special tokens must be rows of the model, too."""
-        models, member = self.config.models, self.members[role]
+        member = self.members[role]
         with _of_role(role):
-            folder = self.folders[role] = resolve_model(member.model, Path(models.cache_dir), self._log)
-            check_revision(folder, self.serving(role).revision)
+            folder = self.folders[role] = resolve_model(member.model, Path(self.config.models.cache_dir), self._log)
             if member.url is None or role == "senior":
                 check_model_folder(folder)
-            self.tokenizers[role] = ModelTokenizer.load(
-                folder,
-                trust_remote_code=models.trust_remote_code,
-                text_markers=models.text_markers,
-                template_kwargs=self._template_kwargs(role),
-            )
-            require_rows(self.tokenizers[role], special=special)
-
-    def _template_kwargs(self, role: Role) -> Mapping[str, Any]:
-        """Variables of a role's chat template: each teacher's own, else those of all that write."""
-        spec = self.teacher_specs.get(role)
-        return self.config.models.template_kwargs if spec is None else spec.template_kwargs
-
-    def _check_list_lengths(self) -> None:
-        if not self.teacher_specs:
-            return
-        opd = self.config.opd
-        most = min(len(self.tokenizers[role].tokens.table) for role in self.members if role != "junior")
-        for setting, k in (("top_k", opd.top_k), ("selection.top_k", opd.selection.top_k)):
-            if k > most:  # the defaults are within any vocabulary
-                raise ConfigError(
-                    f"opd.{setting}", k, f"at most {most}, all tokens of the smallest vocabulary", "lower it"
-                )
+            self.tokenizers[role] = read_tokenizer(self.config, role, folder, special=special)
 
     def serving(self, role: Role) -> ServedModel:
         """How a role's model is served, by the settings."""
-        if role in self.teacher_specs and self.config.opd.teachers:
-            return self.teacher_specs[role].serving
-        found: ServedModel = getattr(self.config.serving, role)
-        return found
+        return _serving_of(self.config, role)
 
     @property
     def roles(self) -> list[Role]:

@@ -23,6 +23,7 @@ from slime_tandem.engines.fused.launch import FusedServer, Sglang, catch_up_of
 from slime_tandem.engines.processes import ServerProcess
 from slime_tandem.engines.serve_options import ServeOptions
 from slime_tandem.errors import ConfigError
+from slime_tandem.models.hf import require_whole_weights
 from slime_tandem.team.roster import Role, Roster
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ class Servers:
         for role, member in self.roster.members.items():
             if member.url is None:
                 _check_served_here(role, self.roster.serving(role))
+                if not (self.roster.fused and role in ("senior", "junior")):  # SGLang itself serves these two
+                    require_whole_weights(self.roster.folders[role])
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for role, member in self.roster.members.items():
             if member.url is None and not (self.roster.fused and role == "junior"):

@@ -587,3 +587,19 @@ def test_a_finding_is_printable(
     out = capsys.readouterr().out
     assert "\\x1b[2J" in out
     assert raw_controls(out) == []
+
+
+def test_a_missing_package_is_one_line_and_our_own_fault_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, code in (("filelock", 2), ("slime_tandem.nowhere", 1)):
+
+        def run(args: argparse.Namespace, name: str = name) -> int:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        parser = argparse.ArgumentParser(prog="slime-tandem")
+        parser.set_defaults(action=run)
+        assert cli.main([], parser) == code
+        err = capsys.readouterr().err
+        assert ("Traceback" in err) == (code == 1)
+        assert (f"package={name!r}: expected installed for {sys.executable}. Remedy: install" in err) == (code == 2)

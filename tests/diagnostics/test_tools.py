@@ -116,3 +116,17 @@ def test_relative_paths_are_the_callers(tmp_path: Path) -> None:
     ).stdout
     for name in ("student", "trained", "teacher", "p.jsonl", "out/bank.parquet"):
         assert f"{tmp_path}/{name}" in shown, name
+
+
+@pytest.mark.parametrize("pair", ["4b_to_1p7b_heldout", "8b_to_4b", "14b_to_4b", "heldout"])
+def test_a_variable_that_is_not_set_is_one_line(pair: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("STUDENT_HF", "TRAINED_HF", "TEACHER_MODEL", "PROMPT_DATA")}
+    script = ROOT / "scripts" / "diagnostics" / f"run_{pair}_fixed_context_300.sh"
+    for given, missing in (({}, "STUDENT_HF"), ({"STUDENT_HF": "/a", "TRAINED_HF": "/b"}, "TEACHER_MODEL")):
+        done = subprocess.run(
+            ["bash", script], env={**env, **given, "DRY_RUN": "1"}, capture_output=True, text=True, timeout=PATIENCE_S,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"{missing}=: expected "), done.stderr
+        assert "Remedy: set it to a Hugging Face folder." in done.stderr

@@ -98,6 +98,8 @@ def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
     [
         ("", "at least one method:ratio:idx"),
         ("tip", "METHOD_LIST='tip': expected entries method:ratio:idx"),
+        ("pure_opd:0.3", "METHOD_LIST='pure_opd:0.3': expected entries method:ratio:idx"),  # as the published script
+        ("pure_opd::10", "entries method:ratio:idx"),
         ("tip:0.1.2:3", "entries method:ratio:idx"),
         ("tip:nan:3", "entries method:ratio:idx"),
         ("teachabilty:0.1:3", "did you mean 'teachability'?"),

@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from slime_tandem.config import RunConfig
+from slime_tandem.config import RunConfig, ServedModel
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.slime_launch.flags import Plan
 from slime_tandem.slime_launch.plan import launch_plan
+from slime_tandem.slime_launch.served import served
 from slime_tandem.slime_launch.user_flags import split
 
 from .test_served import CONFIGS, folder_of
 
-CASES = ("moe_teacher", "mistral_junior", "gemma_teacher", "moe_student", "moe_student_alone", "moe_student_own_layers")
+CASES = (
+    "moe_teacher", "mistral_junior", "gemma_teacher", "qwen3_5_teacher", "moe_student", "moe_student_alone",
+    "moe_student_own_layers",
+)  # fmt: skip
 
 
 def launch(path: Path, case: str, *extra: str, **changes: Any) -> Plan:
@@ -32,6 +36,8 @@ def launch(path: Path, case: str, *extra: str, **changes: Any) -> Plan:
     elif case == "mistral_junior":
         models["junior"] = str(folder_of(path / "mistral", "mistral"))
         tree |= {"tandem": {"junior_tokenizer": "any"}}
+    elif case == "qwen3_5_teacher":  # linear layers, and eyes
+        models["teacher"] = str(folder_of(path / "qwen3.5", "qwen3_5"))
     elif case == "gemma_teacher":
         models["teacher"] = str(folder_of(path / "gemma", "gemma3"))
         tree |= {"serving": {"teacher": {"dtype": "bfloat16", "context_length": 128, "mem_fraction": 0.5}}}
@@ -152,3 +158,30 @@ def test_routes_are_replayed_where_no_junior_writes(tmp_path: Path) -> None:
         "--use-routing-replay"
         in launch(tmp_path / "e", "moe_student_alone", "--use-routing-replay", objective=weights).flags
     )
+
+
+def test_a_published_pair_of_other_vocabularies_is_planned_by_its_sizes(tmp_path: Path) -> None:
+    """Qwen3-8B and Qwen3.5-35B-A3B, whose sizes are the defaults of transformers' classes; eight GPUs of 80 GB."""
+    teacher = tmp_path / "Qwen3.5-35B-A3B"
+    teacher.mkdir()
+    config = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}, "vision_config": {}}
+    (teacher / "config.json").write_text(json.dumps(config))
+    found = served(str(teacher), ServedModel(), field="serving.teacher")
+    assert 34.5e9 < found.weights / 2 < 35.5e9, "as its name says"
+    tree = {
+        "models": {"senior": "qwen3-8B", "teacher": str(teacher)}, "tandem": {"enabled": False},
+        "tasks": [{"family": "chain_sum"}], "train": {"prompts_per_step": 8}, "control": False,
+        "cluster": {"teacher_gpus": 2, "teacher_tp": 2, "tensor_parallel": 2},
+    }  # fmt: skip
+    plan = launch_plan(RunConfig.from_mapping(tree), tmp_path / "launch")
+    assert any(note.startswith("teacher: weights 32.7 GiB") for note in plan.notes)
+    assert any(
+        note == "teacher, KV cache: of 10 of 40 layers; SGLang keeps 47% of the pool for the others' states"
+        for note in plan.notes
+    )
+    assert servers(plan)["teacher"]["num_gpus_per_engine"] == 2
+    one = {**tree, "cluster": {"tensor_parallel": 2}}
+    with pytest.raises(
+        ConfigError, match=r"KV cache of teacher, tokens=0.*raise cluster\.teacher_tp or cluster\.mem_fraction"
+    ):
+        launch_plan(RunConfig.from_mapping(one), tmp_path / "launch")

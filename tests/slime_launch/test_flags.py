@@ -433,12 +433,43 @@ def test_slimes_own_loss_is_a_setting(sized: Sized, tmp_path: Path) -> None:
         "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
     ]  # fmt: skip
     assert (flags["--advantage-estimator"], flags["--entropy-coef"]) == (["gspo"], ["0.01"])
-    with pytest.raises(ConfigError, match=r"set slime_tandem\.opd\.enabled=false"):
-        plan(sized(cluster={"loss": "slime"}), tmp_path)
     with pytest.raises(ConfigError, match=r"objective\.dual_clip"):
         plan(sized(cluster={"loss": "slime"}, opd={"enabled": False}, objective={"dual_clip": 3.0}), tmp_path)
     with pytest.raises(ConfigError, match=r"set cluster\.loss instead"):
         plan(sized(opd={"enabled": False}), tmp_path, extra=["--loss-type", "policy_loss"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {},
+            r"opd\.enabled=True: expected false with cluster\.loss=slime.* Remedy: set it to false, or cluster\.loss=own\.",
+        ),
+        (
+            {"opd": {"enabled": False}, "train": {"epochs_per_step": 2}},
+            r"train\.epochs_per_step=2: expected 1 .* Remedy: set it to 1, or cluster\.loss=own\.",
+        ),
+        *(
+            ({"opd": {"enabled": False}, **changes}, rf"{name}=.* Remedy: remove it, or set cluster\.loss=own\.")
+            for name, changes in (
+                (r"objective\.kl_coef", {"objective": {"kl_coef": 0.1}}),
+                (r"objective\.clip_advantages", {"objective": {"clip_advantages": 2.0}}),
+                (r"tandem\.junior_token_loss_weight", {"tandem": {"junior_token_loss_weight": 0.5}}),
+            )
+        ),
+        (
+            {"opd": {"enabled": False}, "sampling": {"top_p": 0.9}},
+            r"sampling=.* Remedy: set these, or cluster\.loss=own\.",
+        ),
+    ],
+)
+def test_beside_slimes_loss_the_users_own_setting_is_named(
+    sized: Sized, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$") as caught:
+        plan(sized(cluster={"loss": "slime"}, **changes), tmp_path)
+    assert "slime_tandem." not in str(caught.value), "the file that slime is given has that prefix, the user's has none"
 
 
 OWN_REWARDS = """

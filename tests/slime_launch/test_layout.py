@@ -160,3 +160,18 @@ def test_a_users_file_is_checked(
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=message):
         check_sglang_config(config, tmp_path / "s.yaml", layout(config))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({"gpus": 3, "tp": 2}, r"opd\.teachers\.0\.gpus=3: expected a multiple of opd\.teachers\.0\.tp=2"),
+        ({"tp": 2}, r"cluster\.teacher_gpus=1: expected a multiple of opd\.teachers\.0\.tp=2"),
+        ({"gpus": 3}, r"opd\.teachers\.0\.gpus=3: expected a multiple of cluster\.teacher_tp=2"),
+    ],
+)
+def test_the_setting_that_was_written_is_the_one_named(sized: Sized, teacher: dict[str, Any], message: str) -> None:
+    two = {} if "tp" in teacher else {"teacher_tp": 2}
+    teachers = [{"name": "a", "model": "qwen3-8B", **teacher}]
+    with pytest.raises(ConfigError, match=message):
+        layout(sized(models={"teacher": "builtin:teacher"}, opd={"teachers": teachers}, cluster=two))

@@ -267,6 +267,42 @@ def test_bad_values_are_refused_by_name(run: Run, script: str, changes: dict[str
     assert "Remedy: " in done.stderr
 
 
+@pytest.mark.parametrize("script", ["run_method_suite.sh", "run_tandem_grpo.sh", "run_opd.sh", "submit_slime.sh"])
+@pytest.mark.parametrize("missing", ["all", "filelock"])
+def test_a_python_without_the_packages_is_refused_in_one_line(
+    run: Run, launch: Path, tmp_path: Path, script: str, missing: str
+) -> None:
+    python = tmp_path / "bare"
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "filelock.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'filelock'\", name='filelock')"
+    )
+    code = "-S" if missing == "all" else ""  # -S: no site-packages
+    python.write_text(
+        f'#!/usr/bin/env bash\nexport PYTHONPATH={tmp_path / "hook"}:$PYTHONPATH\nexec {sys.executable} {code} "$@"\n'
+    )
+    python.chmod(0o755)
+    args = [str(launch)] if script == "submit_slime.sh" else []
+    done = run(
+        script, *args, SLIME_PYTHON=str(python), BACKEND="slime", STUDENT_HF="qwen3-1.7B", TEACHER_MODEL="qwen3-8B"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"SLIME_PYTHON={python}: expected a Python with this package's requirements (ModuleNotFoundError: No"
+    )
+    assert f"Remedy: {python} -m pip install '{REPO}'" in line
+
+
+def test_joining_without_ray_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
+    python = tmp_path / "bare"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    done = run("join_ray.sh", MASTER_ADDR="10.0.0.1", SLIME_PYTHON=str(python), DRY_RUN="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected a Python with Ray (ModuleNotFoundError: No module named 'ray')" in done.stderr
+
+
 def test_a_setting_that_does_not_hold_ends_it_before_anything_starts(run: Run, tmp_path: Path) -> None:
     done = run("run_tandem_grpo.sh", "tandem.prob_senior=2")
     assert done.returncode == 2
@@ -418,3 +454,18 @@ def test_the_papers_tandem_recipe_is_planned(run: Run) -> None:
         ["0.6"], ["2"], ["16"],
     )  # fmt: skip
     assert flags["--rollout-max-response-len"] == ["3000"]
+
+
+def test_the_papers_evaluation_sets_become_prompt_files(tmp_path: Path) -> None:
+    """verl's rows: messages, the label below reward_model, the set's name, and the rest."""
+    source, made = tmp_path / "test.jsonl", tmp_path / "eval" / "aime24.jsonl"
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": 4, "style": "rule"}}
+    source.write_text(json.dumps({**row, "data_source": "aime24", "extra_info": {"index": 7}}) + "\n")
+    command = [sys.executable, str(REPO / "scripts" / "train" / "prompts_from_verl.py"), str(source), str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"1 prompts in {made}\n")
+    written = {"prompt": row["prompt"], "label": "4", "task": "aime24", "metadata": {"extra_info": {"index": 7}}}
+    assert json.loads(made.read_text()) == written
+    source.write_text(json.dumps({"prompt": row["prompt"]}) + "\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "expected prompt and reward_model.ground_truth" in done.stderr) == (1, True)

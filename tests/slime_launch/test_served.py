@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime_tandem.config import ServedModel
-from slime_tandem.errors import ModelError
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.slime_launch.served import Served, served
 
 HOW = ServedModel()
@@ -22,6 +24,9 @@ TINY = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+LINEAR = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 4, "sliding_window": 32},
     "gemma3_text": {**TINY, "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 8, "sliding_window": 16},
@@ -35,8 +40,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         **TINY, "num_key_value_heads": 2, "head_dim": 4, "moe_intermediate_size": 8, "num_experts": 4,
-        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, **LINEAR,
+    },
+    "qwen3_5_text": {**TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, **LINEAR},
+    "qwen3_5": {
+        "text_config": {
+            **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, **LINEAR, "model_type": "qwen3_5_text",
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+            "num_position_embeddings": 16,
+        },
     },
     "gpt_oss": {
         **TINY, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 8, "num_local_experts": 4,
@@ -54,7 +68,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, value) x 2 bytes
     "mistral": 4 * 2 * 4 * 4, "gemma3_text": 4 * 2 * 8 * 4, "gemma3": 4 * 2 * 8 * 4, "qwen3_moe": 4 * 2 * 4 * 4,
-    "qwen3_next": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4, "glm4_moe": 4 * 2 * 4 * 4, "deepseek_v3": 4 * (12 + 4) * 2,
+    "qwen3_next": 1 * 2 * 4 * 4, "qwen3_5_text": 1 * 2 * 4 * 4, "qwen3_5": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4,
+    "glm4_moe": 4 * 2 * 4 * 4, "deepseek_v3": 4 * (12 + 4) * 2,
 }  # fmt: skip
 
 
@@ -70,7 +85,7 @@ def asked(folder: Path, how: ServedModel = HOW) -> Served:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = folder_of(tmp_path / "model", kind)
     found = asked(folder)
@@ -79,12 +94,14 @@ def test_every_architecture_that_a_server_knows_has_a_size(kind: str, tmp_path: 
     assert found.kv_per_token(4) == (KV[kind] if kind == "deepseek_v3" else KV[kind] // 2), (
         "two KV heads, latents are whole"
     )
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    whole = AutoModelForImageTextToText if "vision_config" in CONFIGS[kind] else AutoModelForCausalLM
+    model = whole.from_config(AutoConfig.from_pretrained(folder))
     assert found.weights == 2 * sum(p.numel() for p in model.parameters())
     assert any("counted from config.json" in note for note in found.notes)
+    assert any("text model alone" in note for note in found.notes) == (kind == "qwen3_5_text")
     estimated = {"mistral", "gemma3_text", "gemma3", "gpt_oss"}
     assert any("upper bound" in note for note in found.notes) == (kind in estimated)
-    assert (found.kv_share < 1) == (kind == "qwen3_next")
+    assert (found.kv_share < 1) == (kind in ("qwen3_next", "qwen3_5_text", "qwen3_5"))
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
@@ -154,3 +171,62 @@ def test_what_nobody_tells_is_asked_for(config: dict[str, Any], missing: str, tm
         asked(folder, how)
     found = asked(folder, ServedModel(weights_gib=0.5, kv_bytes_per_token=100, context_length=77))
     assert (found.weights, found.kv_per_token(8), found.max_positions) == (2**29, 100, 77)
+
+
+def quantized(path: Path, method: str, **config: Any) -> Path:
+    """gpt-oss's form: experts stored in another format, and the config says which."""
+    return folder_of(path, "gpt_oss", quantization_config={"quant_method": method}, **config)
+
+
+def test_quantized_weights_without_files_are_the_reason_that_is_named(tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "model", "mxfp4")
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method='mxfp4': expected weights or their index.*weights_gib"
+    ):
+        asked(folder)
+    assert asked(folder, ServedModel(weights_gib=0.5)).weights == 2**29
+    index = {"metadata": {"total_size": 999}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert asked(folder).weights == 999
+
+
+def test_a_quantization_that_no_engine_reads_is_refused_by_name(tmp_path: Path) -> None:
+    whole, fp8 = folder_of(tmp_path / "whole", "mistral"), quantized(tmp_path / "fp8", "fp8")
+    size = {"weights_gib": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"serving\.teacher\.quantization='fp9': expected one of SGLang's: auto-round, .*"
+    ):
+        asked(whole, ServedModel(quantization="fp9"))
+    assert any("fp8 makes them smaller" in note for note in asked(whole, ServedModel(quantization="fp8")).notes)
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method='hqq': expected a quantization that SGLang"
+    ):
+        asked(quantized(tmp_path / "hqq", "hqq"), ServedModel(**size))
+    with pytest.raises(
+        ConfigError, match=r"serving\.teacher\.quantization='mxfp4': expected fp8, by which its weights"
+    ):
+        asked(fp8, ServedModel(quantization="mxfp4", **size))
+    for method, setting in (
+        ("fp8", "FP8"),
+        ("awq", "awq_marlin"),
+        ("compressed-tensors", "w8a8_fp8"),
+        ("modelopt", "modelopt_fp4"),
+    ):
+        folder = quantized(tmp_path / setting, method)
+        assert asked(folder, ServedModel(quantization=setting, **size)).weights == 2**29
+
+
+def test_sglang_knows_every_quantization_of_the_list() -> None:
+    from slime_tandem.slime_launch.served import _BY_FILE, _BY_SETTING
+
+    python = os.environ.get("SLIME_TANDEM_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("SLIME_TANDEM_SGLANG_PYTHON is not set (scripts/sglang_cpu.sh)")
+    code = "import json; from sglang.srt import server_args as a; from sglang.srt.layers import quantization as q; "
+    code += "print(json.dumps([a.QUANTIZATION_CHOICES, [*q.QUANTIZATION_METHODS]]))"
+    done = subprocess.run([python, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    choices, methods = json.loads(done.stdout.splitlines()[-1])
+    assert set(choices) >= _BY_SETTING
+    elsewhere = {"modelslim", "mxfp_w4a8", "mlx_q4", "mlx_q8"}  # other makers' cards
+    assert set(choices) - _BY_SETTING <= elsewhere
+    assert set(methods) - elsewhere <= _BY_SETTING | _BY_FILE

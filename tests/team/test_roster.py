@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 from families import spelt
 
 from slime_tandem.config import RunConfig, SamplingConfig
-from slime_tandem.errors import ConfigError, ModelError
+from slime_tandem.errors import ConfigError, ModelError, TokenizerMismatchError
 from slime_tandem.models.tokenizer import ModelTokenizer
-from slime_tandem.team.roster import Roster, members_of
+from slime_tandem.team.roster import Roster, check_models, members_of
 from slime_tandem.types import Message, Prompt
 
 from ..conftest import make_model
@@ -118,3 +119,23 @@ def test_a_key_that_cannot_be_is_refused_and_not_shown(
     assert "two words" not in str(caught.value)
     monkeypatch.setenv("KEY_OF_TEST", "one-word")
     assert roster.api_key() == "one-word"
+
+
+def test_a_tokenizer_is_read_once_and_again_when_its_folder_changes(trio: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "junior"
+    shutil.copytree(trio.junior, folder)
+    models = {"senior": str(trio.senior), "junior": str(folder), "teacher": str(trio.teacher)}
+    settings = RunConfig.from_mapping({"models": models, "opd": {"enabled": False}})
+    first, second = Roster(settings), Roster(settings)
+    assert first.tokenizers["junior"] is second.tokenizers["junior"]
+    assert not check_models(settings)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+    ):
+        shutil.copy(trio.teacher / name, folder)
+    with pytest.raises(TokenizerMismatchError, match=r"models\.junior"):
+        check_models(settings)

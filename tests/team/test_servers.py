@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime_tandem.config import RunConfig
-from slime_tandem.errors import ConfigError
+from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.team import servers as module
 from slime_tandem.team.roster import Member
 from slime_tandem.team.servers import Servers
@@ -71,6 +71,8 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("ServerProcess", Process), ("FusedServer", Process), ("EngineClient", Client), ("FusedJunior", Client),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, fake)
+    read = module.require_whole_weights
+    monkeypatch.setattr(module, "require_whole_weights", lambda folder: read(folder) if folder.is_dir() else None)
     monkeypatch.setattr(module, "_DYING_S", 0.0)
     EVENTS.clear()
     yield
@@ -135,6 +137,21 @@ def test_what_a_server_here_does_not_do_is_refused_before_any_starts(tmp_path: P
     with pytest.raises(ConfigError, match=rf"serving of junior: {name}='?{value}"):
         Servers(roster(serving=f"serving.junior.{setting}"), tmp_path).start()
     assert not EVENTS
+
+
+def test_quantized_weights_are_refused_by_name_where_no_sglang_serves_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    teams = {mode: roster(mode=mode) for mode in ("two_servers", "fused")}
+    for team in teams.values():
+        team.folders["junior"] = tmp_path
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method='mxfp4': expected none.*engine\.junior_url"
+    ):
+        Servers(teams["two_servers"], tmp_path).start()
+    assert not EVENTS
+    servers = Servers(teams["fused"], tmp_path)
+    servers.start()
+    servers.stop()
 
 
 @pytest.mark.parametrize("given", [{}, {"senior": "http://theirs"}])
