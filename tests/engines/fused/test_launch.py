@@ -59,19 +59,13 @@ def test_a_shell_can_read_what_is_printed(
 
 
 def test_the_attention_reaches_slime(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "config",
-        "--check",
-        config_file,
-        "--slime",
-        str(tmp_path / "f"),
-        "--set",
-        "engine.fused_attention=catch_up",
-    ]
-    assert cli.main(argv) == 2
+    argv = ["config", "--check", config_file, "--slime", str(tmp_path / "f"), "--set"]
+    assert cli.main([*argv, "engine.fused_attention=every_step"]) == 2
     assert "engine.fused_attention" in capsys.readouterr().err, "of no effect on two servers"
+    assert cli.main([*argv, "engine.mode=fused", "engine.fused_attention=every_step"]) == 0
+    assert '"catch_up": null' in capsys.readouterr().out
     assert cli.main([*argv, "engine.mode=fused"]) == 0
-    assert '"catch_up": {}' in capsys.readouterr().out
+    assert '"catch_up": {}' in capsys.readouterr().out, "the default"
 
 
 def test_without_a_junior_a_fused_engine_is_refused(
