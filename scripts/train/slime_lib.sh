@@ -206,7 +206,7 @@ runtime_env() {
   "$SLIME_PYTHON" -c '
 import json, os
 names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
-         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE")
+         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE", "SGLANG_HEALTH_CHECK_TIMEOUT")
 names += tuple(os.environ.get("JOB_ENV", "").split())
 env = {n: os.environ[n] for n in names if n in os.environ}
 print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))'

@@ -60,8 +60,9 @@ class EngineClient:
     """One server, one connection pool. Use as an async context manager.
 
     `role` names the server in errors (senior, junior, teacher). `timeout_s` bounds one try; `max_retries` further tries follow,
-    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened, `requests_sent` and
-    `bytes_sent` the HTTP requests and the bytes of their bodies.
+    `backoff_s` before the first, doubling, at most 5 s. `gone`: whether the server's process has ended, where that is known:
+    then nothing is asked again, who started it can start it anew at once. `retries` counts the repeats that happened,
+    `requests_sent` and `bytes_sent` the HTTP requests and the bytes of their bodies.
 
     >>> EngineClient("http://127.0.0.1:30000/", role="junior").base_url
     'http://127.0.0.1:30000'
@@ -77,6 +78,7 @@ class EngineClient:
         max_retries: int = 5,
         backoff_s: float = 0.2,
         max_connections: int = 256,
+        gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.role = role
@@ -90,6 +92,7 @@ class EngineClient:
         self._max_retries = max_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
+        self._gone = gone
         self._session: aiohttp.ClientSession | None = None
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
@@ -304,7 +307,7 @@ class EngineClient:
                 stale = attempt == 0 and isinstance(error, aiohttp.ServerDisconnectedError)
                 if on_timeout is not None and isinstance(error, TimeoutError):
                     await on_timeout(attempt)
-            if attempt >= self._max_retries:
+            if attempt >= self._max_retries or self._gone():
                 raise self._unavailable(f"{method} {url}", cause, attempt + 1)
             self.retries += 1
             if not stale:
