@@ -195,9 +195,17 @@ class IdText(Sequence[int]):
             return
         if self._text:
             self._text += b","
-        digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
-        self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
-        self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
+        if len(ids) <= _FEW:  # what a handoff brings: arrays would cost more than the ids
+            texts = [b"%d" % token for token in ids]
+            end = len(self._text) - 1
+            for text in texts:
+                end += len(text) + 1
+                self._ends.append(end)
+            self._text += b",".join(texts)
+        else:
+            digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
+            self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
+            self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
         self._ids += ids
         self._count = len(self._ids)
 
@@ -248,6 +256,7 @@ class IdText(Sequence[int]):
         return repr(tuple(self))
 
 
+_FEW = 32
 _TENS = 10 ** np.arange(1, 18, dtype=np.int64)
 
 

@@ -24,11 +24,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import aiohttp
 import numpy as np
 import orjson
 
 from slime_tandem.engines import handoff_wire
+from slime_tandem.engines.connections import ConnectionLostError, Connections
 from slime_tandem.errors import (
     EngineError,
     EngineRejectedError,
@@ -52,8 +52,8 @@ _REMEDIES = {
     413: "ask for less at once: fewer or shorter sequences, fewer ids",
     415: "send JSON as application/json; look for a proxy between that changes the request",
 }
-# ClientError: also an answer that is no HTTP, from whatever else listens there.
-_RETRIED = (aiohttp.ClientError, TimeoutError, ConnectionError)
+# OSError: a server that cannot be reached or found; ConnectionError is one, also for an answer that is no HTTP.
+_RETRIED = (OSError, TimeoutError)
 
 
 class EngineClient:
@@ -93,20 +93,18 @@ class EngineClient:
         self._backoff_s = backoff_s
         self._max_connections = max_connections
         self._gone = gone
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
     async def __aenter__(self) -> EngineClient:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_connections), headers=headers
-        )
+        self._connections = Connections(self.base_url, headers, self._max_connections)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connections is not None:
+            await self._connections.close()
+            self._connections = None
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer all requests, in order, in one HTTP request (several where one would be too large); none for an empty list.
@@ -140,20 +138,16 @@ class EngineClient:
         """Ask for the requests `which` and fill in the usable answers; the fault of the last unusable one, None if there
         is none."""
         part = [requests[i] for i in which]
-
-        def rids(attempt: int) -> list[str]:
-            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
-
-        attempts = 0
+        rids: list[str] = []  # of the try under way
 
         def body(attempt: int) -> dict[str, Any]:
-            nonlocal attempts
-            attempts = attempt
-            self._under_way.update({r.rid: rid for r, rid in zip(part, rids(attempt), strict=True)})
-            return _generate_body(part, rids(attempt))
+            rids[:] = [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
+            for r, rid in zip(part, rids, strict=True):
+                self._under_way[r.rid] = rid
+            return _generate_body(part, rids)
 
-        async def give_up(attempt: int) -> None:
-            await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
+        async def give_up() -> None:
+            await asyncio.gather(*map(self._abort_quietly, rids))
 
         try:
             answer = await self._call("POST", "/generate", body, on_timeout=give_up)
@@ -164,7 +158,7 @@ class EngineClient:
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
             return self._bad("/generate", got, f"a list of {len(part)} answers")
         fault: EngineError | None = None
-        for i, request, rid, one in zip(which, part, rids(attempts), answer, strict=True):
+        for i, request, rid, one in zip(which, part, rids, answer, strict=True):
             try:
                 results[i] = self._result(request, rid, one)
             except EngineRejectedError:
@@ -179,20 +173,13 @@ class EngineClient:
 
     async def _abort_quietly(self, rid: str) -> None:
         with contextlib.suppress(*_RETRIED):
-            async with self._open().post(
-                f"{self.base_url}/abort_request",
-                json={"rid": rid},
-                timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S),
-            ) as response:
-                await response.read()
+            await self._open().ask("POST", "/abort_request", _encoded({"rid": rid}), _PROBE_TIMEOUT_S)
 
     async def health(self) -> bool:
         """Whether GET /health answers 200 within five seconds; one try."""
         try:
-            async with self._open().get(
-                f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
-            ) as response:
-                return response.status == 200
+            status, _ = await self._open().ask("GET", "/health", None, _PROBE_TIMEOUT_S)
+            return status == 200
         except _RETRIED:
             return False
 
@@ -263,10 +250,10 @@ class EngineClient:
         """Forget a server-side context."""
         await self._call("POST", "/close_session", {"session_id": session_id}, parse=False)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self) -> Connections:
+        if self._connections is None:
             raise RuntimeError("EngineClient is closed: use it inside `async with`")
-        return self._session
+        return self._connections
 
     async def _call(
         self,
@@ -275,14 +262,13 @@ class EngineClient:
         body: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         *,
         parse: bool = True,
-        on_timeout: Callable[[int], Awaitable[None]] | None = None,
+        on_timeout: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """One request with retries; returns the parsed JSON (None with `parse=False`).
 
-        `body` may depend on the attempt (0, 1, ...); `on_timeout` is awaited with the attempt that timed out before the next.
+        `body` may depend on the attempt (0, 1, ...); `on_timeout` is awaited after an attempt that timed out, before the next.
         """
         url = f"{self.base_url}{path}"
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         cause = ""
         for attempt in itertools.count():
             stale = False
@@ -291,22 +277,20 @@ class EngineClient:
             self.requests_sent += 1
             self.bytes_sent += len(data or b"")
             try:
-                async with self._open().request(
-                    method, url, data=data, headers={"Content-Type": "application/json"}, timeout=timeout
-                ) as response:
-                    raw = await response.read()
-                    if response.status == 200:
-                        return self._parse(path, raw) if parse else None
-                    message = _server_message(raw)
-                    if response.status < 500 and response.status != 408:
-                        raise self._rejected(f"{method} {url}", response.status, message)
-                    cause = f"HTTP {response.status}: {message}"
+                status, raw = await self._open().ask(method, path, data, self._timeout_s)
             except _RETRIED as error:
                 cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 # The server closed an idle kept-alive connection just as it was used again: nothing to wait for.
-                stale = attempt == 0 and isinstance(error, aiohttp.ServerDisconnectedError)
+                stale = attempt == 0 and isinstance(error, ConnectionLostError) and error.stale
                 if on_timeout is not None and isinstance(error, TimeoutError):
-                    await on_timeout(attempt)
+                    await on_timeout()
+            else:
+                if status == 200:
+                    return self._parse(path, raw) if parse else None
+                message = _server_message(raw)
+                if status < 500 and status != 408:
+                    raise self._rejected(f"{method} {url}", status, message)
+                cause = f"HTTP {status}: {message}"
             if attempt >= self._max_retries or self._gone():
                 raise self._unavailable(f"{method} {url}", cause, attempt + 1)
             self.retries += 1
@@ -584,13 +568,19 @@ _IDS = ("input_ids", "token_ids_logprob")
 
 
 def _encoded(content: dict[str, Any]) -> bytes:
-    """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null: it is given ids alone."""
+    """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null.
+
+    So what orjson writes is taken where it holds no null, in a text or as a value; the rest is `json`'s, which refuses.
+    """
     lists = [name for name in _IDS if name in content]
-    rest = json.dumps({name: value for name, value in content.items() if name not in lists}, allow_nan=False).encode()
+    short = {name: value for name, value in content.items() if name not in lists}
+    rest = orjson.dumps(short)
+    if b"null" in rest:
+        rest = json.dumps(short, allow_nan=False).encode()
     if not lists:
         return rest
-    parts = [b'"%s": [%s]' % (name.encode(), b",".join(map(_ids_json, content[name]))) for name in lists]
-    return b"%s%s%s}" % (rest[:-1], b", " if len(rest) > 2 else b"", b", ".join(parts))
+    parts = [b'"%s":[' % name.encode() + b",".join(map(_ids_json, content[name])) for name in lists]
+    return b"".join((rest[:-1], b"," if len(rest) > 2 else b"", b"],".join(parts), b"]}"))
 
 
 def _ids_json(ids: Sequence[int]) -> bytes:
