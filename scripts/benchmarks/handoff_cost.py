@@ -1,6 +1,6 @@
 """What a handoff between two servers costs the process that asks: its processor time per request, and per million tokens.
 
-    python scripts/benchmarks/handoff_cost.py [--tokens 1024 4096 8192 16384] [--at-once 4] [--repeats 3] [--profile]
+    python scripts/benchmarks/handoff_cost.py [--tokens 1024 4096 8192 16384] [--at-once 4] [--repeats 3] [--gathered] [--profile]
 
 Writer, client and HTTP are the package's; a server process that answers three tokens at once stands for both engines. Nothing
 else runs in the process: no heartbeat, no scoring (`manager_loop.py` has the whole). Minima over the repeats, each over all
@@ -21,6 +21,7 @@ import time
 
 from slime_tandem.config import SamplingConfig
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.gathering import GatheringClient
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.handoff import HandoffRule
 from slime_tandem.rollout.writer import TandemWriter, WriterOptions
@@ -46,14 +47,16 @@ def serve(listener: socket.socket) -> None:
             size = int(head.lower().split(b"content-length:")[1].split()[0])
             body = await reader.readexactly(size)
             short = json.loads(body[: body.index(b'"input_ids"')].rstrip(b", ") + b"}")
-            [rid], [params] = short["rid"], short["sampling_params"]
-            n = min(params["max_new_tokens"], CHUNK)
-            ids = ",".join(str(word) for word in list(WORDS)[:n])
-            answer = (
-                f'[{{"text":"","output_ids":[{ids}],"meta_info":{{"id":"{rid}","finish_reason":{{"type":"length","length":{n}}},'
+            answers = []
+            for rid, params in zip(short["rid"], short["sampling_params"], strict=True):
+                n = min(params["max_new_tokens"], CHUNK)
+                ids = ",".join(str(word) for word in list(WORDS)[:n])
+                answers.append(
+                f'{{"text":"","output_ids":[{ids}],"meta_info":{{"id":"{rid}","finish_reason":{{"type":"length","length":{n}}},'
                 f'"prompt_tokens":1,"weight_version":"1","cached_tokens":0,"completion_tokens":{n},"output_token_logprobs":'
-                f"[{','.join(values[:n])}]}}}}]"
-            ).encode()
+                f"[{','.join(values[:n])}]}}}}"
+                )
+            answer = f"[{','.join(answers)}]".encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
 
     async def main() -> None:
@@ -63,12 +66,12 @@ def serve(listener: socket.socket) -> None:
     asyncio.run(main())
 
 
-async def measured(url: str, tokens: int, at_once: int) -> tuple[float, float]:
+async def measured(url: str, tokens: int, at_once: int, gathered: bool) -> tuple[float, float]:
     """(CPU seconds per million tokens, CPU microseconds per request)."""
     vocabulary = TokenBytes((None, *([b" word"] * (WORDS.stop - 1))), frozenset({0}), frozenset({0}))
     rule = HandoffRule.of("chunk", 0.5, 32, CHUNK, (), "alternate")
     options = WriterOptions(rule, SamplingConfig(max_new_tokens=tokens), vocabulary)
-    async with EngineClient(url) as client:
+    async with (GatheringClient if gathered else EngineClient)(url) as client:
 
         async def write(i: int, options: WriterOptions) -> int:
             writer = TandemWriter(SampleKey(0, 0, i), 0, Prompt("p", (), None, "t"), [1] * 64, options)
@@ -88,6 +91,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gathered", action="store_true", help="what is asked in one turn of the loop, in one request")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -101,7 +105,7 @@ def main() -> int:
         for n in args.tokens:
             if args.profile:
                 profile.enable()
-            found[n].append(asyncio.run(measured(url, n, args.at_once)))
+            found[n].append(asyncio.run(measured(url, n, args.at_once, args.gathered)))
             profile.disable()
     print("| tokens | CPU s per million tokens | CPU us per request |\n|---|---|---|")
     for n, figures in found.items():

@@ -22,6 +22,7 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from slime_tandem.errors import (
     EngineUnavailableError,
     WeightVersionError,
 )
-from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdText
+from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdsAt, IdText
 from slime_tandem.types import JUNIOR
 
 _LONGEST_PAUSE_S = 5.0
@@ -46,6 +47,8 @@ _UNUSABLE_RETRIES = 2
 _MOST_IDS = 2**20
 """Ids in one HTTP request, of inputs and stops: an embedded server takes bodies of 16 MiB, and up to 4096 sequences."""
 _MOST_SEQUENCES = 4096
+_SAME_NATS = 0.1
+"""Two prefills in bfloat16 differ by less; a position and its neighbour by more."""
 _REMEDIES = {
     401: "send the server's API key (engine.api_key_env)",
     403: "call the server by the address that it is bound to, or start it with --allowed-hosts",
@@ -94,6 +97,7 @@ class EngineClient:
         self._max_connections = max_connections
         self._gone = gone
         self._connections: Connections | None = None
+        self._positions: bool | None = None  # whether it scores each position's own ids; None: not tried
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
     async def __aenter__(self) -> EngineClient:
@@ -109,12 +113,12 @@ class EngineClient:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer all requests, in order, in one HTTP request (several where one would be too large); none for an empty list.
 
-        Requests with `session_params` travel one by one (SGLang takes one session per call). Raises EngineRejectedError,
+        Requests with `session_params` or `token_ids_at` travel one by one (SGLang takes one of either per call). Raises EngineRejectedError,
         EngineUnavailableError, and EngineError for an answer that, asked for again, still does not hold what was asked for.
         """
         if not requests:
             return []
-        if len(requests) > 1 and any(r.session_params is not None for r in requests):
+        if len(requests) > 1 and any(r.session_params is not None or r.token_ids_at is not None for r in requests):
             single = await asyncio.gather(*(self.generate([r]) for r in requests))
             return [result for [result] in single]
         if len(requests) > 1 and (len(requests) > _MOST_SEQUENCES or sum(map(_ids_in, requests)) > _MOST_IDS):
@@ -154,6 +158,8 @@ class EngineClient:
         finally:
             for r in part:
                 self._under_way.pop(r.rid, None)
+        if part[0].token_ids_at is not None:
+            answer = [answer]
         if not isinstance(answer, list) or len(answer) != len(part):
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
             return self._bad("/generate", got, f"a list of {len(part)} answers")
@@ -237,6 +243,35 @@ class EngineClient:
         name = self._under_way.get(rid)
         if name is not None:
             await self._call("POST", "/abort_request", {"rid": name}, parse=False)
+
+    async def scores_positions(self, ids: Sequence[int]) -> bool:
+        """Whether the server knows `GenerateRequest.token_ids_at`, tried once with `ids`, four or more of its vocabulary.
+
+        By what it answers: SGLang 0.5.15 passes over a field that it does not know, and another version might count positions
+        otherwise. The ids must come back at the positions where they were asked for, with the values that the flat list gives.
+        """
+        if self._positions is None:
+            asked = [[], sorted({ids[0], ids[2]}), [], [ids[1]]]
+            probe = GenerateRequest("positions", tuple(ids[:4]), 0, logprob_start_len=0)
+            flat = replace(probe, rid="flat", token_ids_logprob=tuple(sorted(set(ids[:3]))))
+            try:
+                [there] = await self.generate([replace(probe, token_ids_at=IdsAt.of(asked))])
+                [known] = await self.generate([flat])
+            except EngineUnavailableError:
+                raise
+            except EngineError:
+                self._positions = False
+            else:
+                given, want = CandidateLists.of(there.input_token_ids_logprobs), IdsAt.of(asked)
+                values = CandidateLists.of(known.input_token_ids_logprobs)
+                at = values.find(want.rows, want.ids)
+                self._positions = (
+                    np.array_equal(given.starts, want.starts)
+                    and np.array_equal(given.ids, want.ids)
+                    and bool((at >= 0).all())
+                    and bool((np.abs(given.values - values.values[at]) < _SAME_NATS).all())
+                )
+        return self._positions
 
     async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
         """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""
@@ -500,7 +535,7 @@ class EngineClient:
         """The four candidate lists, as many entries as there are positions; those not asked for are left out."""
         asked = {
             "top_logprobs": request.top_logprobs_num > 0,
-            "token_ids_logprobs": bool(request.token_ids_logprob),
+            "token_ids_logprobs": bool(request.token_ids_logprob) or request.token_ids_at is not None,
         }
         found: dict[str, CandidateLists] = {}
         if not request.return_logprob:
@@ -509,6 +544,8 @@ class EngineClient:
             for side, count in (("output", outputs), ("input", inputs)):
                 name = f"{side}_{kind}"
                 entries = (meta.get(name) or []) if count else []
+                if request.token_ids_at is not None:  # nothing was asked at some
+                    entries = [row or [] for row in entries]
                 if len(entries) != count:
                     raise self._bad(f"{where} {name}", f"{len(entries)} entries", f"{count}, one per position")
                 found[name] = self._lists(f"{where} {name}", entries, may_lack_first=side == "input")
@@ -572,19 +609,20 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
     So what orjson writes is taken where it holds no null, in a text or as a value; the rest is `json`'s, which refuses.
     """
-    lists = [name for name in _IDS if name in content]
+    lists = [name for name in _IDS if content.get(name) and not isinstance(content[name][0], int)]
     short = {name: value for name, value in content.items() if name not in lists}
     rest = orjson.dumps(short)
     if b"null" in rest:
         rest = json.dumps(short, allow_nan=False).encode()
     if not lists:
         return rest
-    parts = [b'"%s":[' % name.encode() + b",".join(map(_ids_json, content[name])) for name in lists]
-    return b"".join((rest[:-1], b"," if len(rest) > 2 else b"", b"],".join(parts), b"]}"))
-
-
-def _ids_json(ids: Sequence[int]) -> bytes:
-    return ids.json if isinstance(ids, IdText) else orjson.dumps(ids)
+    parts = [rest[:-1]]
+    for name in lists:
+        parts.append(b'%s"%s":[' % (b"," if len(parts) > 1 or len(rest) > 2 else b"", name.encode()))
+        for i, ids in enumerate(content[name]):
+            parts += (b"," if i else b"", *(ids.json if isinstance(ids, IdText) else (orjson.dumps(ids),)))
+        parts.append(b"]")
+    return b"".join((*parts, b"}"))  # long contexts are copied here and nowhere else
 
 
 def _decoded(raw: bytes) -> Any:
@@ -618,6 +656,13 @@ def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict
         "logprob_start_len": [r.logprob_start_len for r in requests],
         "top_logprobs_num": [r.top_logprobs_num for r in requests],
     }
+    first = requests[0].token_ids_at
+    if first is not None:  # one sequence, not a list of one: what SGLang takes per-position ids in
+        single = {name: value[0] for name, value in body.items()}
+        bounds, ids = first.starts.tolist(), first.ids.tolist()
+        single["token_ids_logprob_positions"] = [ids[a:b] for a, b in itertools.pairwise(bounds)]
+        single["input_ids"] = list(single["input_ids"])
+        return single
     if any(r.token_ids_logprob is not None for r in requests):
         # SGLang refuses a null within the list, and takes an empty list for none.
         body["token_ids_logprob"] = [r.token_ids_logprob or () for r in requests]

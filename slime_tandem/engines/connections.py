@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 _MOST_HEAD = 2**16
@@ -92,13 +92,13 @@ class AnswerReader:
                 return True
 
     def _fields(self, status: int, head: bytes) -> None:
-        connection = _field(head, b"connection")
+        connection = _field(head, _CONNECTION)
         self._keep = b"close" not in connection and (not head.startswith(b"http/1.0") or b"keep-alive" in connection)
         if status in (204, 304):
             self._length = 0
-        elif b"chunked" in _field(head, b"transfer-encoding"):
+        elif b"chunked" in _field(head, _ENCODING):
             self._parts = []
-        elif length := _field(head, b"content-length"):
+        elif length := _field(head, _LENGTH):
             if not length.isdigit():
                 raise ConnectionError(f"Content-Length: {length[:40]!r}")
             self._length = int(length)
@@ -126,10 +126,13 @@ class AnswerReader:
             self._at = start + size + 2
 
 
+_CONNECTION, _ENCODING, _LENGTH = b"\r\nconnection:", b"\r\ntransfer-encoding:", b"\r\ncontent-length:"
+
+
 def _field(head: bytes, name: bytes) -> bytes:
     """The value of a field of a head in small letters, each line with its end; empty where there is none."""
-    at = head.find(b"\r\n%s:" % name)
-    return b"" if at < 0 else head[at + len(name) + 3 : head.index(b"\r\n", at + 2)].strip()
+    at = head.find(name)
+    return b"" if at < 0 else head[at + len(name) : head.index(b"\r\n", at + 2)].strip()
 
 
 class _Channel(asyncio.Protocol):
@@ -145,8 +148,7 @@ class _Channel(asyncio.Protocol):
         self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         waiter = self.waiter
@@ -214,7 +216,7 @@ class Connections:
             timer = loop.call_at(end, _expire, waiter)
             self._busy.add(channel)
             try:
-                channel.transport.write(head + body if body else head)
+                channel.transport.writelines((head, body) if body else (head,))  # Python 3.12 copies neither
                 answer = await waiter
             except BaseException:  # whatever comes on it now is the answer to something that nobody waits for
                 channel.close()
