@@ -299,8 +299,8 @@ class GenerateRequest:
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
     that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
     requests of one response share, for `engines.sessions`. `token_ids_logprob`: ids whose log-probs are wanted at every
-    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `token_ids_at`: in its place, ids
-    of each input position's own, for servers that `PositionEngine.scores_positions` says can do that. `truncated_logprobs`: the
+    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `token_ids_at`: in its
+    place, ids of each input position's own, where `PositionEngine.scores_positions` is true. `truncated_logprobs`: the
     output log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids
     come along; only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores:
     its answer then lacks them). `input_temperature`: the temperature of the input

@@ -1,6 +1,6 @@
 """What a handoff between two servers costs the process that asks: its processor time per request, and per million tokens.
 
-    python scripts/benchmarks/handoff_cost.py [--tokens 1024 4096 8192 16384] [--at-once 4] [--repeats 3] [--gathered] [--profile]
+    python scripts/benchmarks/handoff_cost.py [--tokens 1024 4096 8192 16384] [--at-once 4] [--gathered] [--profile]
 
 Writer, client and HTTP are the package's; a server process that answers three tokens at once stands for both engines. Nothing
 else runs in the process: no heartbeat, no scoring (`manager_loop.py` has the whole). Minima over the repeats, each over all
@@ -52,12 +52,15 @@ def serve(listener: socket.socket) -> None:
                 n = min(params["max_new_tokens"], CHUNK)
                 ids = ",".join(str(word) for word in list(WORDS)[:n])
                 answers.append(
-                f'{{"text":"","output_ids":[{ids}],"meta_info":{{"id":"{rid}","finish_reason":{{"type":"length","length":{n}}},'
-                f'"prompt_tokens":1,"weight_version":"1","cached_tokens":0,"completion_tokens":{n},"output_token_logprobs":'
-                f"[{','.join(values[:n])}]}}}}"
+                    f'{{"text":"","output_ids":[{ids}],"meta_info":{{"id":"{rid}","finish_reason":{{"type":"length","length":{n}}},'
+                    f'"prompt_tokens":1,"weight_version":"1","cached_tokens":0,"completion_tokens":{n},"output_token_logprobs":'
+                    f"[{','.join(values[:n])}]}}}}"
                 )
             answer = f"[{','.join(answers)}]".encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+                + answer
+            )
 
     async def main() -> None:
         async with await asyncio.start_server(talk, sock=listener, limit=2**20) as server:

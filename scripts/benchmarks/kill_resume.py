@@ -8,8 +8,8 @@ its rows, and up to a second later, and is resumed until it ends; then the serve
 goes on. Rows of metrics, evaluations and rewards must equal the undisturbed job's (without clocks and retries), the last
 checkpoints' weights too, and no process may be left. Exit code 1 if not.
 
-With `--every` one server (senior, junior, teacher in turn) gets SIGKILL every so many steps, at a random moment of a step, in one
-job that goes on by itself, beside jobs without faults. Told are the seconds that each death cost, the job's effective
+With `--every` one server (senior, junior, teacher in turn) gets SIGKILL every so many steps, at a random moment of a step,
+in one job that goes on by itself, beside jobs without faults. Told are the seconds that each death cost, the job's effective
 training time (seconds of all steps without faults over those with), and the first rows that differ. `--sglang`: all three are
 real SGLang on this CPU, `--seeded` with draws that follow a request's seed (`seeded_sglang`): without it no drawn token of
 SGLang's repeats on a CPU, and only counts can be compared.
@@ -88,12 +88,17 @@ def job(python: str, arguments: list[str], *, seeded: bool) -> int:
 
     class Seeded(SglangProcess):
         def _environment(self) -> Mapping[str, str]:
-            here = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "seeded_sglang", "PYTHONPATH": str(Path(__file__).resolve().parent)}
+            here = {
+                "SGLANG_EXTERNAL_MODEL_PACKAGE": "seeded_sglang",
+                "PYTHONPATH": str(Path(__file__).resolve().parent),
+            }
             return {**super()._environment(), **(here if seeded else {})}
 
     def process(self: Servers, role: str, key: str) -> SglangProcess:
         log = self.log_dir / f"{role}.log"
-        return Seeded(self.roster.folders[role], ServeOptions(api_key=key), python=python, log_file=log, start_timeout_s=900)
+        return Seeded(
+            self.roster.folders[role], ServeOptions(api_key=key), python=python, log_file=log, start_timeout_s=900
+        )
 
     Servers._process = process  # type: ignore[method-assign,assignment]
     return cli(arguments)
@@ -172,7 +177,7 @@ def kill_every(args: argparse.Namespace, root: Path, models: dict[str, str], dra
         # The step in which it was missed: a teacher's death while the senior writes is seen when it is asked.
         late = max(told[at : at + 2], key=lambda row: row["time/step_s"])
         print(f"{role} killed in step {at}: step {late['step']} took {late['time/step_s']:.1f} s, "
-              f"{late['time/step_s'] - usual:.1f} more; {late['engine/retries']:.0f} requests repeated", flush=True)  # fmt: skip
+              f"{late['time/step_s'] - usual:.1f} more; {late['engine/retries']:.0f} asked again", flush=True)  # fmt: skip
 
     def total(folder: Path) -> float:
         return sum(row["time/step_s"] for row in steps_of(folder)[1:])
@@ -195,8 +200,8 @@ def kill_every(args: argparse.Namespace, root: Path, models: dict[str, str], dra
     want = settings(models, root)["train"]["prompts_per_step"] * settings(models, root)["train"]["samples_per_prompt"]
     numbers = [row["step"] for row in told]
     whole_rows = numbers == list(range(args.steps)) and set(answers_of(folder)) == {want}
-    print(f"steps {numbers[0]} to {numbers[-1]}, each once: {numbers == list(range(args.steps))}; "
-          f"responses of each step: {sorted(set(answers_of(folder)))}, {want} wanted; exit {code}; left {children(folder)}")  # fmt: skip
+    print(f"steps {numbers[0]} to {numbers[-1]}, each once: {numbers == list(range(args.steps))}; responses of each: "
+          f"{sorted(set(answers_of(folder)))}, {want} wanted; exit {code}; left {children(folder)}")  # fmt: skip
     return int(code != 0) + int(not whole_rows) + len(children(folder))
 
 

@@ -113,8 +113,9 @@ class EngineClient:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer all requests, in order, in one HTTP request (several where one would be too large); none for an empty list.
 
-        Requests with `session_params` or `token_ids_at` travel one by one (SGLang takes one of either per call). Raises EngineRejectedError,
-        EngineUnavailableError, and EngineError for an answer that, asked for again, still does not hold what was asked for.
+        Requests with `session_params` or `token_ids_at` travel one by one (SGLang takes one of either per call).
+        Raises EngineRejectedError, EngineUnavailableError, and EngineError for an answer that, asked for again, still does not
+        hold what was asked for.
         """
         if not requests:
             return []

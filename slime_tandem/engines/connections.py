@@ -1,8 +1,8 @@
 """HTTP/1.1 to one server over connections that are kept: what a co-written response needs thousands of times, and no more.
 
-A request costs a third of what it does with a general HTTP client (docs/results/manager-cost.md): no URL is taken apart, no header
-is merged, no cookie looked up, no redirect followed, nothing is decompressed, and nothing is asked for that would need it. HTTPS
-works; proxies do not, as before.
+A request costs less than with a general HTTP client (docs/results/manager-cost.md): no URL is taken apart, no header is
+merged, no cookie looked up, no redirect followed, nothing is decompressed, and nothing is asked for that would need it.
+HTTPS works; proxies do not, as before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class AnswerReader:
         if self._length is None or len(self._data) - self._at < self._length:
             return None
         end = self._at + self._length
-        return Answer(self._status, bytes(memoryview(self._data)[self._at : end]), self._keep and len(self._data) == end)
+        return Answer(
+            self._status, bytes(memoryview(self._data)[self._at : end]), self._keep and len(self._data) == end
+        )
 
     def ended(self) -> Answer | None:
         """The answer whose end is the connection's; None for a part of one."""
@@ -202,8 +204,8 @@ class Connections:
         self._busy: set[_Channel] = set()
 
     async def ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """(status, body) of the answer. Raises OSError kinds where the server cannot be reached, `ConnectionLostError` where the
-        connection ends early, TimeoutError where the whole takes more than `timeout_s` seconds."""
+        """(status, body) of the answer. Raises OSError kinds where the server cannot be reached, `ConnectionLostError` where
+        the connection ends early, TimeoutError where the whole takes more than `timeout_s` seconds."""
         async with self._places:
             length = "" if body is None else f"Content-Length: {len(body)}\r\n"
             head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{length}\r\n".encode()

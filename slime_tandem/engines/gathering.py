@@ -2,8 +2,8 @@
 
 Responses that are written side by side, each in a task of its own, then cost the client and the server's front end one request
 for many of them. What an answer brings comes when all of its batch is written, so responses fall into step (as
-`rollout.drive.write_lockstep` does from the start): docs/results/manager-cost.md says what it saves, docs/results/tandem-rollout.md
-what keeping step costs on two GPUs.
+`rollout.drive.write_lockstep` does from the start): docs/results/manager-cost.md says what it saves,
+docs/results/tandem-rollout.md what keeping step costs on two GPUs.
 """
 
 from __future__ import annotations

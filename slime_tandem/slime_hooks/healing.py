@@ -43,7 +43,9 @@ def restart_frozen(manager: Any) -> list[str]:
         if server.update_weights or all(engine is not None for group in groups for engine in group.all_engines):
             continue
         if any(group.needs_offload for group in groups):
-            logger.warning("slime_tandem: an engine of %s is dead; it takes turns with the trainer and stays away", name)
+            logger.warning(
+                "slime_tandem: an engine of %s is dead; it takes turns with the trainer and stays away", name
+            )
             continue
         manager.health_monitoring_pause()  # as slime does before it recovers; the next rollout resumes
         try:

@@ -113,7 +113,7 @@ class WorkerPool:
     async def _ask(
         self, requests: Sequence[GenerateRequest], which: Sequence[int], out: dict[int, GenerateResult]
     ) -> EngineUnavailableError | None:
-        """Ask for the requests `which` and fill in the answers; why a worker could not be reached, which then counts as down."""
+        """Ask for the requests `which` and fill in the answers; why a worker could not be reached, which is down then."""
         parts: dict[str, list[int]] = {}
         for i in which:
             parts.setdefault(self.worker_of(requests[i]), []).append(i)

@@ -266,9 +266,9 @@ _HEALTH = "--rollout-health-check-"
 def _patience(theirs: Mapping[str, Sequence[str]]) -> tuple[list[str], dict[str, str]]:
     """(flags, environment) with which slime's health check does not kill an engine that still compiles; nothing without it.
 
-    By a long time-out: an engine that is gone refuses the connection at once, whatever it is. Not by the first wait, which slime
-    begins anew with every rollout: a rollout that is shorter than it is never checked, and dead engines stay. SGLang's answer
-    has a limit of its own, 20 s by default. Raises ConfigError for a patience of the user's that is too short.
+    By a long time-out: an engine that is gone refuses the connection at once, whatever it is. Not by the first wait, which
+    slime begins anew with every rollout: a shorter rollout is never checked, and dead engines stay. SGLang's answer has a
+    limit of its own, 20 s by default. Raises ConfigError for a patience of the user's that is too short.
     """
     if "--use-fault-tolerance" not in theirs:
         return [], {}

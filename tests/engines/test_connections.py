@@ -63,7 +63,9 @@ def test_a_cut_answer_is_none() -> None:
     assert reader.ended() is None
 
 
-def serving(script: Callable[[int, bytes], bytes | None], use: Callable[[Connections], Awaitable[Any]], limit: int = 0) -> Any:
+def serving(
+    script: Callable[[int, bytes], bytes | None], use: Callable[[Connections], Awaitable[Any]], limit: int = 0
+) -> Any:
     """Run `use` against a server that answers request n of head h by `script(n, h)`, and ends the connection for None; also how
     many connections it had."""
     heads: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Calls of one turn of the loop in one HTTP request: the answers are those of single requests, faults stay with who has them."""
+"""Calls of one turn of the loop in one HTTP request: the answers of single requests, and faults stay with who has them."""
 
 from __future__ import annotations
 

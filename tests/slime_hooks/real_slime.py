@@ -494,8 +494,8 @@ def test_sources_of_frozen_models_are_started_again_by_slimes_own_recover(
 
     def server(name: str, engines: list[Any], *, frozen: bool) -> Any:
         group = rollout.ServerGroup(
-            args=Namespace(num_gpus_per_node=8), pg=None, all_engines=engines, num_gpus_per_engine=1, num_new_engines=0, model_path=name,
-            needs_offload=needs_offload and name == "teacher",
+            args=Namespace(num_gpus_per_node=8), pg=None, all_engines=engines, num_gpus_per_engine=1, num_new_engines=0,
+            model_path=name, needs_offload=needs_offload and name == "teacher",
         )  # fmt: skip
         return rollout.RolloutServer([group], model_name=name, update_weights=not frozen)
 

@@ -120,7 +120,7 @@ def test_where_no_worker_answers_that_is_said_unless_the_router_has_another_one(
 
     async def use(pool: WorkerPool) -> Any:
         Client.dead = {"http://a", "http://b"}
-        with pytest.raises(EngineUnavailableError, match="http://[ab]"):
+        with pytest.raises(EngineUnavailableError, match=r"http://[ab]"):
             await pool.generate(requests(20))
         workers[1:] = urls("d")
         return {r.weight_version for r in await pool.generate(requests(20))}
@@ -130,7 +130,9 @@ def test_where_no_worker_answers_that_is_said_unless_the_router_has_another_one(
 
 def test_no_response_is_lost_doubled_or_changed_whichever_worker_dies_at_whichever_request() -> None:
     """Two workers that draw by seed and position; one of them dies for good while responses are written."""
-    tokens = TokenBytes((None, *(b" %c" % c if c % 3 else b"%c" % c for c in b"abcdefg")), frozenset({0}), frozenset({0}))
+    tokens = TokenBytes(
+        (None, *(b" %c" % c if c % 3 else b"%c" % c for c in b"abcdefg")), frozenset({0}), frozenset({0})
+    )
     rule = HandoffRule.of("word", 0.5, 4, 3, frozenset(i for i, t in enumerate(tokens.table) if t and t[:1] == b" "))
     handed_out: Counter[str] = Counter()
 

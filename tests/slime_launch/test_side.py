@@ -112,11 +112,17 @@ def test_a_size_stands_above_the_file_and_below_what_is_set(tmp_path: Path, caps
     assert "SERVER_URLS=(http://127.0.0.1:31000 http://127.0.0.1:31001)" in said
 
 
-def test_an_engine_that_compiles_is_not_taken_for_dead_and_a_dead_one_is_found_in_a_short_rollout(tmp_path: Path) -> None:
+def test_an_engine_that_compiles_is_not_taken_for_dead_and_a_dead_one_is_found_in_a_short_rollout(
+    tmp_path: Path,
+) -> None:
     def planned(*extra: str) -> Any:
         return launch_plan(config(tmp_path), tmp_path / "launch", extra)
 
-    timeout, wait, limit = "--rollout-health-check-timeout", "--rollout-health-check-first-wait", "SGLANG_HEALTH_CHECK_TIMEOUT"
+    timeout, wait, limit = (
+        "--rollout-health-check-timeout",
+        "--rollout-health-check-first-wait",
+        "SGLANG_HEALTH_CHECK_TIMEOUT",
+    )
     assert timeout not in planned().flags
     assert limit not in planned().environment
     told = planned("--use-fault-tolerance")

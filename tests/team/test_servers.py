@@ -154,8 +154,8 @@ def test_only_the_dead_are_restarted_and_only_the_senior_gets_weights_again(tmp_
             process.alive = False  # type: ignore[union-attr]
         EVENTS.clear()
         assert team.revive() == ["senior", "junior"]
-        side_by_side = ["launch senior", "launch junior", "wait senior", "wait junior"]
-        assert EVENTS == [*side_by_side, "weights v1 to senior"]
+        assert EVENTS[:4] == ["launch senior", "launch junior", "wait senior", "wait junior"], "side by side"
+        assert EVENTS[4:] == ["weights v1 to senior"]
         team.servers.processes["junior"].alive = False  # type: ignore[union-attr]
         EVENTS.clear()
         assert team.revive() == ["junior"]

@@ -25,7 +25,11 @@ def _mixed(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    seed, positions, columns = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None], col_indices.to(torch.int64)
+    seed, positions, columns = (
+        seed.to(torch.int64)[:, None],
+        positions.to(torch.int64)[:, None],
+        col_indices.to(torch.int64),
+    )
     h = _mixed(_mixed(torch.zeros_like(seed), seed & _WORD), (seed >> 32) & _WORD)
     h = _mixed(_mixed(h, positions & _WORD), columns[None, :]) ^ 16
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
