@@ -608,11 +608,14 @@ _IDS = ("input_ids", "token_ids_logprob")
 def _encoded(content: dict[str, Any]) -> bytes:
     """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null.
 
-    So what orjson writes is taken where it holds no null, in a text or as a value; the rest is `json`'s, which refuses.
+    So what orjson writes is taken where it holds no null, in a text or as a value; the rest is `json`'s, which refuses those.
     """
     lists = [name for name in _IDS if content.get(name) and not isinstance(content[name][0], int)]
     short = {name: value for name, value in content.items() if name not in lists}
-    rest = orjson.dumps(short)
+    try:
+        rest = orjson.dumps(short)
+    except TypeError:  # half a surrogate pair, a number of more than 64 bits
+        rest = b"null"
     if b"null" in rest:
         rest = json.dumps(short, allow_nan=False).encode()
     if not lists:
