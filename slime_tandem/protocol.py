@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, Self, overload, runtime_checkable
 
 import numpy as np
 
@@ -175,7 +175,7 @@ class IdText(Sequence[int]):
     >>> whole = IdText([5, 67, 890])
     >>> part = whole.prefix(2)
     >>> whole.extend([4])
-    >>> part.json, part, len(whole), part.shares(whole), IdText([5, 67]).shares(whole)
+    >>> b"".join(part.json), part, len(whole), part.shares(whole), IdText([5, 67]).shares(whole)
     (b'[5,67]', (5, 67), 4, True, False)
     """
 
@@ -195,9 +195,17 @@ class IdText(Sequence[int]):
             return
         if self._text:
             self._text += b","
-        digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
-        self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
-        self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
+        if len(ids) <= _FEW:  # what a handoff brings: arrays would cost more than the ids
+            texts = [b"%d" % token for token in ids]
+            end = len(self._text) - 1
+            for text in texts:
+                end += len(text) + 1
+                self._ends.append(end)
+            self._text += b",".join(texts)
+        else:
+            digits = np.searchsorted(_TENS, np.asarray(ids, dtype=np.int64), side="right") + 2
+            self._ends.frombytes((np.cumsum(digits) - 1 + len(self._text)).astype(np.int64).tobytes())
+            self._text += json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
         self._ids += ids
         self._count = len(self._ids)
 
@@ -213,9 +221,9 @@ class IdText(Sequence[int]):
         return isinstance(other, IdText) and other._ids is self._ids
 
     @property
-    def json(self) -> bytes:
-        """The list as JSON."""
-        return b"".join((b"[", memoryview(self._text)[: self._ends[self._count - 1] if self._count else 0], b"]"))
+    def json(self) -> tuple[bytes, memoryview, bytes]:
+        """The list as JSON, in pieces for a `join`, which must come before the whole grows."""
+        return b"[", memoryview(self._text)[: self._ends[self._count - 1] if self._count else 0], b"]"
 
     def __len__(self) -> int:
         return self._count
@@ -248,6 +256,7 @@ class IdText(Sequence[int]):
         return repr(tuple(self))
 
 
+_FEW = 32
 _TENS = 10 ** np.arange(1, 18, dtype=np.int64)
 
 
@@ -290,7 +299,8 @@ class GenerateRequest:
     `logprob_start_len` is the first position whose token gets an input log-prob (-1: none). A stop token or the token
     that completes a stop string / regex match stays in `output_ids`. `conversation` is not sent: it names the context that
     requests of one response share, for `engines.sessions`. `token_ids_logprob`: ids whose log-probs are wanted at every
-    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `truncated_logprobs`: the
+    position; an empty list asks for nothing (`Sharing` in slime_hooks/runtime.py says what for). `token_ids_at`: in its
+    place, ids of each input position's own, where `PositionEngine.scores_positions` is true. `truncated_logprobs`: the
     output log-probs are those of the truncated, renormalised distribution that the token was drawn from, and the kept ids
     come along; only the embedded server does this (it travels as an entry of SGLang's `custom_params`, which SGLang ignores:
     its answer then lacks them). `input_temperature`: the temperature of the input
@@ -322,6 +332,7 @@ class GenerateRequest:
     handoff: Handoff | None = None
     truncated_logprobs: bool = False
     input_temperature: float = 1.0
+    token_ids_at: IdsAt | None = None
 
     def sampling_params(self) -> dict[str, Any]:
         """The `sampling_params` object of the wire format."""
@@ -409,4 +420,13 @@ class Engine(Protocol):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer all requests, in order; one HTTP request for the whole batch."""
+        ...
+
+
+@runtime_checkable
+class PositionEngine(Engine, Protocol):
+    """An engine that may know `GenerateRequest.token_ids_at`."""
+
+    async def scores_positions(self, ids: Sequence[int]) -> bool:
+        """Whether its server does; `ids`: four or more of its vocabulary to try it with."""
         ...

@@ -204,7 +204,8 @@ runtime_env() {
   "$SLIME_PYTHON" -c '
 import json, os
 names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
-         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE", "WANDB_RUN_ID", "WANDB_RESUME")
+         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE", "SGLANG_HEALTH_CHECK_TIMEOUT",
+         "WANDB_RUN_ID", "WANDB_RESUME")
 names += tuple(os.environ.get("JOB_ENV", "").split())
 env = {n: os.environ[n] for n in names if n in os.environ}
 print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))'

@@ -84,6 +84,11 @@ class EngineConfig(Section):
         description="slime: processes beside its rollout manager that write and score responses; 0: its event loop does it; "
         "null: as many as the rollout GPUs need (docs/results/manager-cost.md)",
     )
+    gather_requests: bool = Field(
+        False,
+        description="slime, two servers: what is asked of a server in one turn of the event loop goes in one HTTP request; a "
+        "third of the CPU, but responses fall into step (docs/results/manager-cost.md)",
+    )
     tokens_per_request: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
         description="most tokens asked for in one co-writing request; null: whole chains of runs; auto: 6 for up to 128 "

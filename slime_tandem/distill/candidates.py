@@ -1,9 +1,9 @@
 """What else might have been written at each position: top-K lists of student and teacher, in the student's ids.
 
 A token is the same on both sides if its bytes are, or its role; others have no entry, and their mass counts as the rest. Exact
-log-probs of given ids come from the engine: SGLang takes one id list per request (`token_ids_logprob`), so a response is asked
-for in windows of positions, each with the ids that are missing there. Which of them are asked for and what they count is not
-decided here.
+log-probs of given ids come from the engine: SGLang 0.5.15 takes one id list per request (`token_ids_logprob`), so a response is
+asked for in windows of positions, each with the ids that are missing there; where a server takes ids of each position's own, in
+one request. Which of them are asked for and what they count is not decided here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from slime_tandem.errors import (
     TeacherScoreError,
     WeightVersionError,
 )
-from slime_tandem.protocol import CandidateLists, Engine, GenerateRequest, GenerateResult, IdsAt, IdText, TopLogProbs
+from slime_tandem.protocol import (
+    CandidateLists,
+    Engine,
+    GenerateRequest,
+    GenerateResult,
+    IdsAt,
+    IdText,
+    PositionEngine,
+    TopLogProbs,
+)
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import Candidates, FloatArray, IntArray, TopLists
 
@@ -179,11 +188,15 @@ async def exact_log_probs(
 ) -> list[CandidateLists | TeacherScoreError]:
     """Log-probs (nats, at `temperature`) of the wanted ids of each query, exact; in the places of `ExactQuery.wanted`.
 
-    A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. A
-    query whose answer lacks a value is a TeacherScoreError in its place.
+    A request covers up to 32 positions and 1024 values; `max_batch` of them per HTTP request, one after the other. Where the
+    server takes ids of each position's own, it covers the response. A query whose answer lacks a value is a TeacherScoreError
+    in its place.
     """
     whole = [IdText([*query.prompt, *query.response]) for query in queries]
-    windows = [_Window(q, *window) for q, query in enumerate(queries) for window in _windows(query.wanted)]
+    sample = next((ids[:4] for ids in whole if len(ids) >= 4 and len(set(ids[:4])) > 1), None)
+    at_once = sample is not None and isinstance(engine, PositionEngine) and await engine.scores_positions(sample)
+    parts = _whole_windows if at_once else _windows
+    windows = [_Window(q, *window) for q, query in enumerate(queries) for window in parts(query.wanted)]
     found = [np.zeros(len(query.wanted.ids)) for query in queries]
     faults: dict[int, TeacherScoreError] = {}
     for at in range(0, len(windows), max_batch):
@@ -194,7 +207,8 @@ async def exact_log_probs(
                 input_ids=whole[w.query].prefix(len(queries[w.query].prompt) + w.stop),
                 max_new_tokens=0,
                 logprob_start_len=len(queries[w.query].prompt) + w.start - 1,
-                token_ids_logprob=w.ids,
+                token_ids_logprob=None if at_once else w.ids,
+                token_ids_at=_behind(queries[w.query], w) if at_once else None,
                 conversation=queries[w.query].conversation,
                 input_temperature=temperature,
             )
@@ -241,8 +255,26 @@ def _windows(wanted: IdsAt) -> list[tuple[int, int, tuple[int, ...]]]:
     return out
 
 
+def _whole_windows(wanted: IdsAt) -> list[tuple[int, int, tuple[int, ...]]]:
+    """One stretch from the first to the last position that wants something.
+
+    >>> _whole_windows(IdsAt.of([[], [1], [], [2], []])), _whole_windows(IdsAt.of([[]]))
+    ([(1, 4, ())], [])
+    """
+    at = np.flatnonzero(wanted.counts).tolist()
+    return [(at[0], at[-1] + 1, ())] if at else []
+
+
+def _behind(query: ExactQuery, window: _Window) -> IdsAt:
+    """What a window wants, by positions of its request's input; ids in ascending order or not, as they are wanted."""
+    part = query.wanted.part(window.start, window.stop)
+    before = np.zeros(len(query.prompt) + window.start, dtype=np.int64)
+    return IdsAt(part.ids, np.concatenate((before, part.starts)))
+
+
 def _answers(result: GenerateResult, wanted: IdsAt, window: _Window, role: str) -> FloatArray:
-    """The values [N] of what a window wants, of an answer that has every id of the window at each of its positions."""
+    """The values [N] of what a window wants, of an answer that has every id of the window at each of its positions, or each
+    position's own (then the window names none)."""
     given = _last(result.input_token_ids_logprobs, len(wanted), result.rid, role)
     asked = np.array(window.ids, dtype=np.int64)
     table = given.ids.reshape(len(wanted), -1) if len(given.ids) == len(wanted) * len(asked) else None

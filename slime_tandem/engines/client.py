@@ -22,20 +22,21 @@ import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import numpy as np
 import orjson
 
 from slime_tandem.engines import handoff_wire
+from slime_tandem.engines.connections import ConnectionLostError, Connections
 from slime_tandem.errors import (
     EngineError,
     EngineRejectedError,
     EngineUnavailableError,
     WeightVersionError,
 )
-from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdText
+from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdsAt, IdText
 from slime_tandem.types import JUNIOR
 
 _LONGEST_PAUSE_S = 5.0
@@ -46,22 +47,25 @@ _UNUSABLE_RETRIES = 2
 _MOST_IDS = 2**20
 """Ids in one HTTP request, of inputs and stops: an embedded server takes bodies of 16 MiB, and up to 4096 sequences."""
 _MOST_SEQUENCES = 4096
+_SAME_NATS = 0.1
+"""Two prefills in bfloat16 differ by less; a position and its neighbour by more."""
 _REMEDIES = {
     401: "send the server's API key (engine.api_key_env)",
     403: "call the server by the address that it is bound to, or start it with --allowed-hosts",
     413: "ask for less at once: fewer or shorter sequences, fewer ids",
     415: "send JSON as application/json; look for a proxy between that changes the request",
 }
-# ClientError: also an answer that is no HTTP, from whatever else listens there.
-_RETRIED = (aiohttp.ClientError, TimeoutError, ConnectionError)
+# OSError: a server that cannot be reached or found; ConnectionError is one, also for an answer that is no HTTP.
+_RETRIED = (OSError, TimeoutError)
 
 
 class EngineClient:
     """One server, one connection pool. Use as an async context manager.
 
     `role` names the server in errors (senior, junior, teacher). `timeout_s` bounds one try; `max_retries` further tries follow,
-    `backoff_s` before the first, doubling, at most 5 s. `retries` counts the repeats that happened, `requests_sent` and
-    `bytes_sent` the HTTP requests and the bytes of their bodies.
+    `backoff_s` before the first, doubling, at most 5 s. `gone`: whether the server's process has ended, where that is known:
+    then nothing is asked again, who started it can start it anew at once. `retries` counts the repeats that happened,
+    `requests_sent` and `bytes_sent` the HTTP requests and the bytes of their bodies.
 
     >>> EngineClient("http://127.0.0.1:30000/", role="junior").base_url
     'http://127.0.0.1:30000'
@@ -77,6 +81,7 @@ class EngineClient:
         max_retries: int = 5,
         backoff_s: float = 0.2,
         max_connections: int = 256,
+        gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.role = role
@@ -90,30 +95,31 @@ class EngineClient:
         self._max_retries = max_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
-        self._session: aiohttp.ClientSession | None = None
+        self._gone = gone
+        self._connections: Connections | None = None
+        self._positions: bool | None = None  # whether it scores each position's own ids; None: not tried
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
 
     async def __aenter__(self) -> EngineClient:
         headers = {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_connections), headers=headers
-        )
+        self._connections = Connections(self.base_url, headers, self._max_connections)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connections is not None:
+            await self._connections.close()
+            self._connections = None
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer all requests, in order, in one HTTP request (several where one would be too large); none for an empty list.
 
-        Requests with `session_params` travel one by one (SGLang takes one session per call). Raises EngineRejectedError,
-        EngineUnavailableError, and EngineError for an answer that, asked for again, still does not hold what was asked for.
+        Requests with `session_params` or `token_ids_at` travel one by one (SGLang takes one of either per call).
+        Raises EngineRejectedError, EngineUnavailableError, and EngineError for an answer that, asked for again, still does not
+        hold what was asked for.
         """
         if not requests:
             return []
-        if len(requests) > 1 and any(r.session_params is not None for r in requests):
+        if len(requests) > 1 and any(r.session_params is not None or r.token_ids_at is not None for r in requests):
             single = await asyncio.gather(*(self.generate([r]) for r in requests))
             return [result for [result] in single]
         if len(requests) > 1 and (len(requests) > _MOST_SEQUENCES or sum(map(_ids_in, requests)) > _MOST_IDS):
@@ -137,31 +143,29 @@ class EngineClient:
         """Ask for the requests `which` and fill in the usable answers; the fault of the last unusable one, None if there
         is none."""
         part = [requests[i] for i in which]
-
-        def rids(attempt: int) -> list[str]:
-            return [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
-
-        attempts = 0
+        rids: list[str] = []  # of the try under way
 
         def body(attempt: int) -> dict[str, Any]:
-            nonlocal attempts
-            attempts = attempt
-            self._under_way.update({r.rid: rid for r, rid in zip(part, rids(attempt), strict=True)})
-            return _generate_body(part, rids(attempt))
+            rids[:] = [self._wire_rid(r.rid, f"{repeat}.{attempt}") + _rule_of(r) for r in part]
+            for r, rid in zip(part, rids, strict=True):
+                self._under_way[r.rid] = rid
+            return _generate_body(part, rids)
 
-        async def give_up(attempt: int) -> None:
-            await asyncio.gather(*(self._abort_quietly(rid) for rid in rids(attempt)))
+        async def give_up() -> None:
+            await asyncio.gather(*map(self._abort_quietly, rids))
 
         try:
             answer = await self._call("POST", "/generate", body, on_timeout=give_up)
         finally:
             for r in part:
                 self._under_way.pop(r.rid, None)
+        if part[0].token_ids_at is not None:
+            answer = [answer]
         if not isinstance(answer, list) or len(answer) != len(part):
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
             return self._bad("/generate", got, f"a list of {len(part)} answers")
         fault: EngineError | None = None
-        for i, request, rid, one in zip(which, part, rids(attempts), answer, strict=True):
+        for i, request, rid, one in zip(which, part, rids, answer, strict=True):
             try:
                 results[i] = self._result(request, rid, one)
             except EngineRejectedError:
@@ -176,20 +180,13 @@ class EngineClient:
 
     async def _abort_quietly(self, rid: str) -> None:
         with contextlib.suppress(*_RETRIED):
-            async with self._open().post(
-                f"{self.base_url}/abort_request",
-                json={"rid": rid},
-                timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S),
-            ) as response:
-                await response.read()
+            await self._open().ask("POST", "/abort_request", _encoded({"rid": rid}), _PROBE_TIMEOUT_S)
 
     async def health(self) -> bool:
         """Whether GET /health answers 200 within five seconds; one try."""
         try:
-            async with self._open().get(
-                f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
-            ) as response:
-                return response.status == 200
+            status, _ = await self._open().ask("GET", "/health", None, _PROBE_TIMEOUT_S)
+            return status == 200
         except _RETRIED:
             return False
 
@@ -248,6 +245,35 @@ class EngineClient:
         if name is not None:
             await self._call("POST", "/abort_request", {"rid": name}, parse=False)
 
+    async def scores_positions(self, ids: Sequence[int]) -> bool:
+        """Whether the server knows `GenerateRequest.token_ids_at`, tried once with `ids`, four or more of its vocabulary.
+
+        By what it answers: SGLang 0.5.15 passes over a field that it does not know, and another version might count positions
+        otherwise. The ids must come back at the positions where they were asked for, with the values that the flat list gives.
+        """
+        if self._positions is None:
+            asked = [[], sorted({ids[0], ids[2]}), [], [ids[1]]]
+            probe = GenerateRequest("positions", tuple(ids[:4]), 0, logprob_start_len=0)
+            flat = replace(probe, rid="flat", token_ids_logprob=tuple(sorted(set(ids[:3]))))
+            try:
+                [there] = await self.generate([replace(probe, token_ids_at=IdsAt.of(asked))])
+                [known] = await self.generate([flat])
+            except EngineUnavailableError:
+                raise
+            except EngineError:
+                self._positions = False
+            else:
+                given, want = CandidateLists.of(there.input_token_ids_logprobs), IdsAt.of(asked)
+                values = CandidateLists.of(known.input_token_ids_logprobs)
+                at = values.find(want.rows, want.ids)
+                self._positions = (
+                    np.array_equal(given.starts, want.starts)
+                    and np.array_equal(given.ids, want.ids)
+                    and bool((at >= 0).all())
+                    and bool((np.abs(given.values - values.values[at]) < _SAME_NATS).all())
+                )
+        return self._positions
+
     async def open_session(self, session_id: str | None = None, capacity_of_str_len: int = 2**20) -> str:
         """Open a server-side context; returns its id, for `GenerateRequest.session_params["id"]`."""
         body = {"session_id": session_id, "capacity_of_str_len": capacity_of_str_len}
@@ -260,10 +286,10 @@ class EngineClient:
         """Forget a server-side context."""
         await self._call("POST", "/close_session", {"session_id": session_id}, parse=False)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self) -> Connections:
+        if self._connections is None:
             raise RuntimeError("EngineClient is closed: use it inside `async with`")
-        return self._session
+        return self._connections
 
     async def _call(
         self,
@@ -272,14 +298,13 @@ class EngineClient:
         body: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         *,
         parse: bool = True,
-        on_timeout: Callable[[int], Awaitable[None]] | None = None,
+        on_timeout: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """One request with retries; returns the parsed JSON (None with `parse=False`).
 
-        `body` may depend on the attempt (0, 1, ...); `on_timeout` is awaited with the attempt that timed out before the next.
+        `body` may depend on the attempt (0, 1, ...); `on_timeout` is awaited after an attempt that timed out, before the next.
         """
         url = f"{self.base_url}{path}"
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         cause = ""
         for attempt in itertools.count():
             stale = False
@@ -288,23 +313,21 @@ class EngineClient:
             self.requests_sent += 1
             self.bytes_sent += len(data or b"")
             try:
-                async with self._open().request(
-                    method, url, data=data, headers={"Content-Type": "application/json"}, timeout=timeout
-                ) as response:
-                    raw = await response.read()
-                    if response.status == 200:
-                        return self._parse(path, raw) if parse else None
-                    message = _server_message(raw)
-                    if response.status < 500 and response.status != 408:
-                        raise self._rejected(f"{method} {url}", response.status, message)
-                    cause = f"HTTP {response.status}: {message}"
+                status, raw = await self._open().ask(method, path, data, self._timeout_s)
             except _RETRIED as error:
                 cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 # The server closed an idle kept-alive connection just as it was used again: nothing to wait for.
-                stale = attempt == 0 and isinstance(error, aiohttp.ServerDisconnectedError)
+                stale = attempt == 0 and isinstance(error, ConnectionLostError) and error.stale
                 if on_timeout is not None and isinstance(error, TimeoutError):
-                    await on_timeout(attempt)
-            if attempt >= self._max_retries:
+                    await on_timeout()
+            else:
+                if status == 200:
+                    return self._parse(path, raw) if parse else None
+                message = _server_message(raw)
+                if status < 500 and status != 408:
+                    raise self._rejected(f"{method} {url}", status, message)
+                cause = f"HTTP {status}: {message}"
+            if attempt >= self._max_retries or self._gone():
                 raise self._unavailable(f"{method} {url}", cause, attempt + 1)
             self.retries += 1
             if not stale:
@@ -513,7 +536,7 @@ class EngineClient:
         """The four candidate lists, as many entries as there are positions; those not asked for are left out."""
         asked = {
             "top_logprobs": request.top_logprobs_num > 0,
-            "token_ids_logprobs": bool(request.token_ids_logprob),
+            "token_ids_logprobs": bool(request.token_ids_logprob) or request.token_ids_at is not None,
         }
         found: dict[str, CandidateLists] = {}
         if not request.return_logprob:
@@ -522,6 +545,8 @@ class EngineClient:
             for side, count in (("output", outputs), ("input", inputs)):
                 name = f"{side}_{kind}"
                 entries = (meta.get(name) or []) if count else []
+                if request.token_ids_at is not None:  # nothing was asked at some
+                    entries = [row or [] for row in entries]
                 if len(entries) != count:
                     raise self._bad(f"{where} {name}", f"{len(entries)} entries", f"{count}, one per position")
                 found[name] = self._lists(f"{where} {name}", entries, may_lack_first=side == "input")
@@ -581,17 +606,27 @@ _IDS = ("input_ids", "token_ids_logprob")
 
 
 def _encoded(content: dict[str, Any]) -> bytes:
-    """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null: it is given ids alone."""
-    lists = [name for name in _IDS if name in content]
-    rest = json.dumps({name: value for name, value in content.items() if name not in lists}, allow_nan=False).encode()
+    """The body as JSON; ValueError for a NaN or an infinity, which orjson would write as null.
+
+    So what orjson writes is taken where it holds no null, in a text or as a value; the rest is `json`'s, which refuses those.
+    """
+    lists = [name for name in _IDS if content.get(name) and not isinstance(content[name][0], int)]
+    short = {name: value for name, value in content.items() if name not in lists}
+    try:
+        rest = orjson.dumps(short)
+    except TypeError:  # half a surrogate pair, a number of more than 64 bits
+        rest = b"null"
+    if b"null" in rest:
+        rest = json.dumps(short, allow_nan=False).encode()
     if not lists:
         return rest
-    parts = [b'"%s": [%s]' % (name.encode(), b",".join(map(_ids_json, content[name]))) for name in lists]
-    return b"%s%s%s}" % (rest[:-1], b", " if len(rest) > 2 else b"", b", ".join(parts))
-
-
-def _ids_json(ids: Sequence[int]) -> bytes:
-    return ids.json if isinstance(ids, IdText) else orjson.dumps(ids)
+    parts = [rest[:-1]]
+    for name in lists:
+        parts.append(b'%s"%s":[' % (b"," if len(parts) > 1 or len(rest) > 2 else b"", name.encode()))
+        for i, ids in enumerate(content[name]):
+            parts += (b"," if i else b"", *(ids.json if isinstance(ids, IdText) else (orjson.dumps(ids),)))
+        parts.append(b"]")
+    return b"".join((*parts, b"}"))  # long contexts are copied here and nowhere else
 
 
 def _decoded(raw: bytes) -> Any:
@@ -625,6 +660,13 @@ def _generate_body(requests: Sequence[GenerateRequest], rids: list[str]) -> dict
         "logprob_start_len": [r.logprob_start_len for r in requests],
         "top_logprobs_num": [r.top_logprobs_num for r in requests],
     }
+    first = requests[0].token_ids_at
+    if first is not None:  # one sequence, not a list of one: what SGLang takes per-position ids in
+        single = {name: value[0] for name, value in body.items()}
+        bounds, ids = first.starts.tolist(), first.ids.tolist()
+        single["token_ids_logprob_positions"] = [ids[a:b] for a, b in itertools.pairwise(bounds)]
+        single["input_ids"] = list(single["input_ids"])
+        return single
     if any(r.token_ids_logprob is not None for r in requests):
         # SGLang refuses a null within the list, and takes an empty list for none.
         body["token_ids_logprob"] = [r.token_ids_logprob or () for r in requests]

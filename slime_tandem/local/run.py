@@ -65,6 +65,7 @@ _LOCK = ".lock"
 _OLD = ".replaced"
 """Where the run that `overwrite` replaces waits until the new one's settings, data and models are accepted."""
 _PROBE, _PROBE_BYTES = ".probe", 2**18
+_SLIMES = ("engine.client_processes", "engine.gather_requests")
 # What a start that failed, or `slime-tandem eval`, leaves in a run folder: nobody's work.
 _NO_WORK = (_LOCK, _PROBE, PROGRESS_FILE, "logs")
 
@@ -127,7 +128,7 @@ def train(
             return train(config, resume=resume, overwrite=overwrite, progress=own)
     run_dir = config.run_dir
     slimes = [*set_in(config.cluster, "cluster")]
-    slimes += [item for item in set_in(config.engine, "engine") if item[0] == "engine.client_processes"]
+    slimes += [item for item in set_in(config.engine, "engine") if item[0] in _SLIMES]
     if unread := [f"{name}={value!r}" for name, value in slimes]:
         progress.warn(f"read under slime alone, a local run takes no notice: {', '.join(unread)}")
     with disk_errors(run_dir):

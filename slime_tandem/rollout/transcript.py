@@ -80,8 +80,9 @@ class Transcript:
         """Prompt and response so far, in the senior's ids; of a response in many requests only what is new is written out."""
         if self._context is None:
             self._context = IdText(self.prompt_ids)
-        self._context.extend(self.ids[len(self._context) - len(self.prompt_ids) :])
-        return self._context.prefix(len(self._context))
+        written = len(self._context) - len(self.prompt_ids)
+        self._context.extend(self.ids[written:])
+        return self._context.prefix(len(self.prompt_ids) + len(self.ids))
 
     def append(self, token: int, author: int, log_prob: float, kept: tuple[int, ...] = ()) -> None:
         """Add a sampled token."""

@@ -28,6 +28,7 @@ from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_
 from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, passes, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+from slime_tandem.slime_hooks.healing import heal_frozen
 from slime_tandem.slime_hooks.kl_tail import KlTail
 from slime_tandem.slime_hooks.refused import OUR_REWARD
 from slime_tandem.slime_hooks.rewarding import Judges, response_of, task_of
@@ -184,6 +185,7 @@ def log_rollout(
 ) -> bool:
     """`--custom-rollout-log-function-path`: our metrics of a rollout (docs/metrics.md); False: slime logs its own, too."""
     args.logged_rollout_id = rollout_id  # for slime's contract tests; reward_post_process names it in our log, too
+    heal_frozen(args)
     _leave_out(args, samples)  # slime's own log looks at every sample's reward
     written = [s for s in samples if wire.RECORD in (s.metadata or {}) and _unwritten(s) is None]
     if written:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from slime_tandem.config import RunConfig, SamplingConfig
 from slime_tandem.distill.panel import TeacherPanel
 from slime_tandem.engines.client import EngineClient
+from slime_tandem.engines.gathering import GatheringClient
 from slime_tandem.errors import ConfigError, DataError, EngineError, EngineUnavailableError
 from slime_tandem.models.chat import Chat
 from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
@@ -322,9 +323,11 @@ async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
 
     async def client(role: str) -> WorkerPool | EngineClient:
         e = config.engine
+        # Teachers are asked once a response: nothing to gather, and much to wait for.
+        kind = GatheringClient if e.gather_requests and role in ("senior", "junior") else EngineClient
 
         def make(url: str) -> EngineClient:
-            return EngineClient(
+            return kind(
                 url, role=role, timeout_s=e.request_timeout_s, max_retries=e.max_retries, backoff_s=e.backoff_s,
                 api_key=roster.api_key(), max_connections=0,
             )  # fmt: skip

@@ -7,6 +7,7 @@ with a checkout at hand, `slime_launch.real_parser` asks its own parser.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -191,7 +192,9 @@ def plan(
         environment |= variables
         flags += _of_fused_engine(more, split(extra), shared=any(group.shared for group in place.groups))
     extra = accepted(config, flags, extra, place, of_model=sizes, hooks=f"{PACKAGE}.")
-    flags += _first_wait(split(extra))
+    patience, variables = _patience(split(extra))
+    flags += patience
+    environment |= variables
     if alone := [f"{name}={value!r}" for name, value in set_in(config.train, "train") if name in _LOCAL_ALONE]:
         notes.append(
             f"a local run alone reads {', '.join(alone)}; slime has cluster.max_tokens_per_gpu, and its processes"
@@ -263,26 +266,32 @@ def _of_fused_engine(more: Sequence[str], theirs: Mapping[str, Sequence[str]], *
 
 _COMPILES_S = 60.0
 """Seconds that an engine may take over its first answers: three times what kernels took to compile (results/slime-scale.md)."""
+_HEALTH = "--rollout-health-check-"
 
 
-def _first_wait(theirs: Mapping[str, Sequence[str]]) -> list[str]:
-    """slime's health check kills an engine that does not answer in time, from the first second on, unless it is told to wait:
-    one that still compiles would die again and again. Raises ConfigError for a wait of the user's that is too short."""
+def _patience(theirs: Mapping[str, Sequence[str]]) -> tuple[list[str], dict[str, str]]:
+    """(flags, environment) with which slime's health check does not kill an engine that still compiles; nothing without it.
+
+    By a long time-out: an engine that is gone refuses the connection at once, whatever it is. Not by the first wait, which
+    slime begins anew with every rollout: a shorter rollout is never checked, and dead engines stay. SGLang's answer has a
+    limit of its own, 20 s by default. Raises ConfigError for a patience of the user's that is too short.
+    """
     if "--use-fault-tolerance" not in theirs:
-        return []
-    name, timeout = "--rollout-health-check-first-wait", theirs.get("--rollout-health-check-timeout", ["30"])
-    if name not in theirs:
-        return [name, f"{2 * _COMPILES_S:g}"]
-    try:
-        total = float(theirs[name][0]) + float(timeout[0])
-    except (IndexError, ValueError):
-        raise ConfigError(name, " ".join(theirs[name]), "seconds", "correct it, or leave it out") from None
-    if total < _COMPILES_S:
-        expected = (
-            f"at least {_COMPILES_S:g} s with --rollout-health-check-timeout: an engine that still compiles is killed"
+        return [], {}
+    seconds: dict[str, float] = {}
+    for name, default in (("timeout", 2 * _COMPILES_S), ("first-wait", 0.0)):
+        given = theirs.get(_HEALTH + name, [f"{default:g}"])
+        try:
+            seconds[name] = float(given[0])
+        except (IndexError, ValueError):
+            raise ConfigError(_HEALTH + name, " ".join(given), "seconds", "correct it, or leave it out") from None
+    if sum(seconds.values()) < _COMPILES_S:
+        expected = f"at least {_COMPILES_S:g} s with the first wait: an engine that still compiles is killed"
+        raise ConfigError(
+            f"{_HEALTH}timeout", f"{seconds['timeout']:g}", expected, f"raise it, or leave it out ({2 * _COMPILES_S:g})"
         )
-        raise ConfigError(name, theirs[name][0], expected, f"raise it, or leave it out ({2 * _COMPILES_S:g})")
-    return []
+    flags = [] if f"{_HEALTH}timeout" in theirs else [f"{_HEALTH}timeout", f"{seconds['timeout']:g}"]
+    return flags, {"SGLANG_HEALTH_CHECK_TIMEOUT": f"{math.ceil(seconds['timeout'])}"}
 
 
 def _server_urls(config: RunConfig) -> list[str]:

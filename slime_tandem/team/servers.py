@@ -120,6 +120,7 @@ class Servers:
             timeout_s=e.request_timeout_s,
             max_retries=e.max_retries,
             backoff_s=e.backoff_s,
+            gone=lambda: where in self.processes and not self.processes[where].is_alive(),
         )
 
     @property
@@ -140,7 +141,9 @@ class Servers:
                 break
             time.sleep(0.05)
         for role in dead:
-            self.processes[role].restart()
+            self.processes[role].launch()
+        for role in dead:
+            self.processes[role].wait_ready()
         return dead
 
     def stop(self) -> None:

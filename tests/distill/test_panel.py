@@ -625,12 +625,16 @@ def test_lists_in_arrays_are_the_lists(rows: list[dict[int, float]], data: st.Da
         assert [None if at < 0 else arrays.values[at] for at in found] == [row.get(t) for t in range(31)]
 
 
-@given(st.lists(st.integers(0, 10**9), max_size=30), st.data())
+@given(st.lists(st.integers(0, 10**9), max_size=80), st.data())
 def test_a_prefix_of_ids_is_their_json(ids: list[int], data: st.DataObject) -> None:
     n = data.draw(st.integers(0, len(ids)))
     prefix = IdText(ids).prefix(n)
-    assert json.loads(prefix.json) == ids[:n] == list(prefix)
+    assert json.loads(b"".join(prefix.json)) == ids[:n] == list(prefix)
     assert prefix[n // 2 :] == tuple(ids[n // 2 : n])
+    grown = IdText(ids[:n])
+    grown.extend(ids[n:])
+    assert json.loads(b"".join(grown.json)) == ids
+    assert grown.prefix(n).json[1] == prefix.json[1]
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf, 0.5])

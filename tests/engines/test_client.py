@@ -176,6 +176,19 @@ def test_a_closed_idle_connection_is_retried_without_a_pause(monkeypatch: pytest
     assert (result.rid, client.retries) == ("b", 1)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_server_whose_process_has_ended_is_not_asked_again(gone: bool) -> None:
+    async def use(client: EngineClient) -> Any:
+        return await client.generate([GenerateRequest("r", (1, 2, 3), 2)])
+
+    if gone:
+        with pytest.raises(EngineUnavailableError, match="gave up after 1 tries"):
+            play([drop, good], use, gone=lambda: True)
+    else:
+        [result], client, _ = play([drop, good], use, gone=lambda: False)
+        assert (result.rid, client.retries) == ("r", 1)
+
+
 def test_pauses_double_with_jitter_up_to_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 

@@ -28,7 +28,7 @@ from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, tandem_loss
-from slime_tandem.slime_hooks import hooks, settings, wire
+from slime_tandem.slime_hooks import healing, hooks, settings, wire
 from slime_tandem.training.rows import TrainRow, build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import AlignedScores, Candidates, TopLists
@@ -476,6 +476,53 @@ def test_sources_sample_hook_runs_where_slime_runs_it() -> None:
     args = Namespace(rollout_sample_hook_path=[f"{HOOKS}.score_sample"])
     sample = Sample(index=0, status=Sample.Status.COMPLETED)
     assert asyncio.run(apply_rollout_sample_hooks(args, sample, evaluation=False)) is sample
+
+
+@pytest.mark.parametrize("needs_offload", [False, True])
+def test_sources_of_frozen_models_are_started_again_by_slimes_own_recover(
+    needs_offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime's RolloutManager and RolloutServer are its own; engines are words instead of Ray's actors."""
+    started: list[str] = []
+
+    def start(group: Any, cursors: Any = None) -> tuple[list[Any], dict[int, int]]:
+        missing = [i for i, engine in enumerate(group.all_engines) if engine is None]
+        for i in missing:
+            group.all_engines[i] = f"new {group.model_path} {i}"
+            started.append(group.all_engines[i])
+        group.num_new_engines = len(missing)
+        return [], {}
+
+    monkeypatch.setattr(rollout.ServerGroup, "start_engines", start)
+
+    def server(name: str, engines: list[Any], *, frozen: bool) -> Any:
+        group = rollout.ServerGroup(
+            args=Namespace(num_gpus_per_node=8), pg=None, all_engines=engines, num_gpus_per_engine=1, num_new_engines=0,
+            model_path=name, needs_offload=needs_offload and name == "teacher",
+        )  # fmt: skip
+        return rollout.RolloutServer([group], model_name=name, update_weights=not frozen)
+
+    made = manager(arguments(), 1, 1)
+    made._health_monitors = [SimpleNamespace(pause=lambda: started.append("pause"))]
+    made.servers = {
+        "actor": server("actor", ["a", None], frozen=False),  # slime's own business, before the next weights
+        "junior": server("junior", ["j", None], frozen=True),
+        "teacher": server("teacher", [None], frozen=True),
+        "other": server("other", ["o"], frozen=True),
+    }
+    healed = ["junior"] if needs_offload else ["junior", "teacher"]
+    assert healing.restart_frozen(made) == healed
+    assert started == [step for name in healed for step in ("pause", f"new {name} {int(name == 'junior')}")]
+    assert made.servers["junior"].engines == ["j", "new junior 1"]
+    assert made.servers["actor"].engines == ["a", None]
+    assert healing.restart_frozen(made) == []
+
+    def broken(group: Any, cursors: Any = None) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rollout.ServerGroup, "start_engines", broken)
+    made.servers["junior"].server_groups[0].all_engines[0] = None
+    assert healing.restart_frozen(made) == [], "the rollout manager goes on, and it is tried again"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,10 +12,17 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from slime_tandem.config import SamplingConfig
 from slime_tandem.distill.candidates import ExactQuery, exact_log_probs
 from slime_tandem.errors import ConfigError, EngineUnavailableError
 from slime_tandem.protocol import GenerateRequest, GenerateResult, IdsAt
+from slime_tandem.rollout.drive import write_one
+from slime_tandem.rollout.handoff import HandoffRule
+from slime_tandem.rollout.writer import TandemWriter, WriterOptions
+from slime_tandem.slime_hooks import pool as module
 from slime_tandem.slime_hooks.pool import WorkerPool
+from slime_tandem.tokens.token_bytes import TokenBytes
+from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
 
 
 class Client:
@@ -36,6 +44,9 @@ class Client:
             raise EngineUnavailableError("server", self.url, "an answer", "start it")
         self.asked += 1
         return [GenerateResult(r.rid, (1,), (-1.0,), "stop", self.url) for r in requests]
+
+    async def health(self) -> bool:
+        return self.url not in self.dead
 
     async def model_info(self) -> dict[str, Any]:
         return {"model_path": self.url}
@@ -77,17 +88,94 @@ def test_a_response_stays_with_its_worker_and_all_are_used() -> None:
     assert set(served) == {"http://a", "http://b", "http://c"}
 
 
-def test_a_worker_that_was_replaced_is_found_and_one_that_is_only_dead_is_reported() -> None:
+def test_a_dead_worker_that_is_still_listed_is_done_without_and_taken_again_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     workers = urls("a", "b")
+
+    async def served(pool: WorkerPool) -> set[str]:
+        results = await pool.generate(requests(20))
+        assert [r.rid for r in results] == [f"r{i}" for i in range(20)], "none lost, none twice"
+        return {r.weight_version for r in results}
 
     async def use(pool: WorkerPool) -> Any:
         Client.dead = {"http://b"}
-        with pytest.raises(EngineUnavailableError, match="http://b"):
+        seen = [await served(pool)]
+        Client.dead = set()
+        seen.append(await served(pool))  # it is not looked at again so soon
+        monkeypatch.setattr(module, "_LOOK_AGAIN_S", 0.0)
+        seen.append(await served(pool))
+        Client.dead = {"http://b"}
+        workers[1:] = urls("d")
+        await served(pool)
+        seen.append(await served(pool))
+        return seen
+
+    a, b, d = "http://a", "http://b", "http://d"
+    assert with_router(workers, use) == [{a}, {a}, {a, b}, {a, d}]
+
+
+def test_where_no_worker_answers_that_is_said_unless_the_router_has_another_one() -> None:
+    workers = urls("a", "b")
+
+    async def use(pool: WorkerPool) -> Any:
+        Client.dead = {"http://a", "http://b"}
+        with pytest.raises(EngineUnavailableError, match=r"http://[ab]"):
             await pool.generate(requests(20))
         workers[1:] = urls("d")
         return {r.weight_version for r in await pool.generate(requests(20))}
 
-    assert with_router(workers, use) == {"http://a", "http://d"}
+    assert with_router(workers, use) == {"http://d"}
+
+
+def test_no_response_is_lost_doubled_or_changed_whichever_worker_dies_at_whichever_request() -> None:
+    """Two workers that draw by seed and position; one of them dies for good while responses are written."""
+    tokens = TokenBytes(
+        (None, *(b" %c" % c if c % 3 else b"%c" % c for c in b"abcdefg")), frozenset({0}), frozenset({0})
+    )
+    rule = HandoffRule.of("word", 0.5, 4, 3, frozenset(i for i, t in enumerate(tokens.table) if t and t[:1] == b" "))
+    handed_out: Counter[str] = Counter()
+
+    class Drawing(Client):
+        left: ClassVar[dict[str, float]] = {}
+
+        async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            if self.left[self.url] <= 0:
+                raise EngineUnavailableError("server", self.url, "an answer", "start it")
+            self.left[self.url] -= 1
+            await asyncio.sleep(0)
+            handed_out.update(r.rid for r in requests)
+            return [drawn(r) for r in requests]
+
+    def drawn(r: GenerateRequest) -> GenerateResult:
+        ids = tuple((r.sampling_seed or 0) * 7 + (len(r.input_ids) + i) ** 2 * 31 for i in range(r.max_new_tokens))
+        ids = tuple(i % 7 + 1 for i in ids)
+        return GenerateResult(r.rid, ids, tuple(-0.1 * (i + 1) for i in ids), "length", "1")
+
+    async def write(pool: WorkerPool) -> list[Any]:
+        writers = [
+            TandemWriter(
+                SampleKey(7, 0, i), 0, Prompt("q", (), None, "t"), [3, 4],
+                WriterOptions(rule, SamplingConfig(max_new_tokens=12), tokens),
+            )
+            for i in range(6)
+        ]  # fmt: skip
+        return await asyncio.gather(*(write_one(w, {SENIOR: pool, JUNIOR: pool}) for w in writers))
+
+    async def run(worker: str, requests_until_death: float) -> list[Any]:
+        handed_out.clear()
+        Drawing.left = {"http://a": math.inf, "http://b": math.inf, f"http://{worker}": requests_until_death}
+        pool = WorkerPool("http://router", Drawing, role="senior")  # type: ignore[arg-type]
+        pool._clients = {url: Drawing(url) for url in ("http://a", "http://b")}  # type: ignore[misc]
+        samples = await write(pool)
+        assert set(handed_out.values()) == {1}, "an answer that came is not asked for again"
+        return samples
+
+    want = asyncio.run(run("a", math.inf))
+    assert len({s.key for s in want}) == 6
+    for worker in "ab":
+        for at in range(12):
+            assert asyncio.run(run(worker, at)) == want
 
 
 @pytest.mark.parametrize(

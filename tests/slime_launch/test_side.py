@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,18 +112,28 @@ def test_a_size_stands_above_the_file_and_below_what_is_set(tmp_path: Path, caps
     assert "SERVER_URLS=(http://127.0.0.1:31000 http://127.0.0.1:31001)" in said
 
 
-def test_an_engine_that_compiles_is_not_taken_for_dead(tmp_path: Path) -> None:
-    def flags(*extra: str) -> list[str]:
-        return list(launch_plan(config(tmp_path), tmp_path / "launch", extra).flags)
+def test_an_engine_that_compiles_is_not_taken_for_dead_and_a_dead_one_is_found_in_a_short_rollout(
+    tmp_path: Path,
+) -> None:
+    def planned(*extra: str) -> Any:
+        return launch_plan(config(tmp_path), tmp_path / "launch", extra)
 
-    wait = "--rollout-health-check-first-wait"
-    assert wait not in flags()
-    told = flags("--use-fault-tolerance")
-    assert told[told.index(wait) + 1] == "120"
-    assert flags("--use-fault-tolerance", wait, "40").count(wait) == 1, "40 and slime's 30 are enough"
-    for bad in (["0"], ["20", "--rollout-health-check-timeout", "30"], ["soon"]):
-        with pytest.raises(ConfigError, match=wait):
-            flags("--use-fault-tolerance", wait, *bad)
+    timeout, wait, limit = (
+        "--rollout-health-check-timeout",
+        "--rollout-health-check-first-wait",
+        "SGLANG_HEALTH_CHECK_TIMEOUT",
+    )
+    assert timeout not in planned().flags
+    assert limit not in planned().environment
+    told = planned("--use-fault-tolerance")
+    assert told.flags[told.flags.index(timeout) + 1] == told.environment[limit] == "120"
+    assert wait not in told.flags, "slime waits that long in every rollout, before it looks"
+    own = planned("--use-fault-tolerance", timeout, "59.5", wait, "1")
+    assert own.flags.count(timeout) == 1
+    assert own.environment[limit] == "60", "SGLang gives up no earlier than slime"
+    for bad in ([timeout, "30"], [timeout, "30", wait, "20"], [wait, "soon"], [timeout, "long"]):
+        with pytest.raises(ConfigError, match="--rollout-health-check-"):
+            planned("--use-fault-tolerance", *bad)
 
 
 def test_the_text_for_a_shell_starts_each_with_the_jobs_python(tmp_path: Path) -> None:

@@ -35,10 +35,6 @@ class Process:
     def is_alive(self) -> bool:
         return self.alive
 
-    def restart(self) -> None:
-        EVENTS.append(f"restart {self.name}")
-        self.alive = True
-
     def stop(self) -> None:
         EVENTS.append(f"stop {self.name}")
 
@@ -169,17 +165,18 @@ def test_only_the_dead_are_restarted_and_only_the_senior_gets_weights_again(tmp_
         team.servers.processes["senior"].alive = False  # type: ignore[union-attr]
         EVENTS.clear()
         assert team.revive() == ["senior"]
-        assert EVENTS == ["restart senior"], "no weights were sent yet: those of its folder are right"
+        assert EVENTS == ["launch senior", "wait senior"], "no weights were sent yet: those of its folder are right"
         team.send_weights(tmp_path, "v1")
         for process in team.servers.processes.values():
             process.alive = False  # type: ignore[union-attr]
         EVENTS.clear()
         assert team.revive() == ["senior", "junior"]
-        assert EVENTS == ["restart senior", "restart junior", "weights v1 to senior"]
+        assert EVENTS[:4] == ["launch senior", "launch junior", "wait senior", "wait junior"], "side by side"
+        assert EVENTS[4:] == ["weights v1 to senior"]
         team.servers.processes["junior"].alive = False  # type: ignore[union-attr]
         EVENTS.clear()
         assert team.revive() == ["junior"]
-        assert EVENTS == ["restart junior"]
+        assert EVENTS == ["launch junior", "wait junior"]
 
 
 def test_a_start_that_fails_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
