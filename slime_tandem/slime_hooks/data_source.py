@@ -17,7 +17,7 @@ from typing import Any
 
 from slime_tandem.errors import DataError
 from slime_tandem.files import fingerprint
-from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks import runtime, wire
 from slime_tandem.slime_hooks.settings import settings
 
 _KEPT = "slime_tandem_data"
@@ -43,6 +43,9 @@ class MessagesDataSource:
         dataset = getattr(self._source, "dataset", None)
         if dataset is not None:
             self._keep_messages(args, dataset)
+        # slime starts its engines next; where they write, the roster is made.
+        if not runtime.client_processes(settings(args), getattr(args, "rollout_num_gpus", None)):
+            runtime.prepare(args)
 
     def _keep_messages(self, args: Any, dataset: Any) -> None:
         from slime.utils.data import filter_long_prompt

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import gc
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -308,6 +310,29 @@ _TOKENS_PER_GPU = 6000
 """What a rollout GPU writes a second (docs/results/fused.md)."""
 
 
+def prepare(args: Any) -> None:
+    """Begin to read tokenizers and tables in a thread, while slime still starts its engines.
+
+    With the first sample the event loop would stand still for it, for seconds. What goes wrong is raised by `connect_here`.
+    """
+    _roster(settings(args))
+
+
+def _roster(config: RunConfig) -> Future[Roster]:
+    kept = STATE.manager.roster
+    if kept is None or kept[0] is not config:
+        STATE.manager.roster = kept = (config, Future[Roster]())
+        threading.Thread(target=_make, args=(kept[1], config), name="slime_tandem roster", daemon=True).start()
+    return kept[1]
+
+
+def _make(found: Future[Roster], config: RunConfig) -> None:
+    try:
+        found.set_result(Roster(config))
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+        found.set_exception(error)
+
+
 async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
     """Tokenizers and connections of this process, for slime's arguments. `aborted`: whether slime wants the rollout to end.
 
@@ -318,7 +343,8 @@ async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
     routers = {
         name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
     }
-    roster = Roster(config)
+    roster = await asyncio.wrap_future(_roster(config))
+    STATE.manager.roster = None  # another event loop's is another one
     stack = contextlib.AsyncExitStack()  # until the process ends
 
     async def client(role: str) -> WorkerPool | EngineClient:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ class ManagerState:
 
     `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
     being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each; `judges`: the
-    `rewarding.Judges` of the configuration.
+    `rewarding.Judges` of the configuration; `roster`: a configuration and its `Roster`, being made beside slime's
+    own start.
     """
 
     installed: Any = None
+    roster: tuple[RunConfig, Future[Any]] | None = None
     judges: Any = None
     running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
         default_factory=weakref.WeakKeyDictionary

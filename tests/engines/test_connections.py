@@ -48,9 +48,12 @@ def test_an_answer_is_the_same_however_it_comes_in_pieces(
     assert not AnswerReader().begun
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%s\r\nabcde\r\n"
+
+
 @pytest.mark.parametrize("raw", [
     b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
-    *(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%s\r\nabcde\r\n" % n for n in (b"zz", b"-5", b"+5", b"0x5", b"5_0", b"")),
+    *(CHUNKED % size for size in (b"zz", b"-5", b"+5", b"0x5", b"5_0", b"")),
     b"HTTP/1.1 200 OK\r\n" + b"a" * 70_000,
 ])  # fmt: skip
 def test_what_is_no_answer_is_said(raw: bytes) -> None:

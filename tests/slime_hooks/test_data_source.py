@@ -14,7 +14,7 @@ import pytest
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError
-from slime_tandem.slime_hooks import settings
+from slime_tandem.slime_hooks import runtime, settings
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def source(sample_class: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         module = types.ModuleType(name)
         vars(module).update(made.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(runtime, "prepare", lambda args: None)
     return importlib.import_module("slime_tandem.slime_hooks.data_source").MessagesDataSource
 
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import itertools
 import sys
+import threading
 import types
 from argparse import Namespace
 from pathlib import Path
@@ -520,10 +521,38 @@ def test_the_data_source_trusts_no_code_of_a_model_folder_unasked(
         hf_checkpoint="x", apply_chat_template=True, apply_chat_template_kwargs=None, rollout_max_prompt_len=None
     )
     module = importlib.import_module("slime_tandem.slime_hooks.data_source")
+    prepared: list[Any] = []
+    monkeypatch.setattr(runtime, "prepare", prepared.append)
     for wanted in (False, True):
         settings.use(args, RunConfig.load(overrides=[f"models.trust_remote_code={str(wanted).lower()}"]))
         module.MessagesDataSource(args)
     assert trusted == [False, True]
+    assert prepared == [args, args], "the roster is made while slime starts its engines"
+
+
+def test_a_roster_is_made_once_in_a_thread_and_its_errors_reach_whoever_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[RunConfig, str]] = []
+
+    def make(config: RunConfig) -> Any:
+        made.append((config, threading.current_thread().name))
+        raise ConfigError("models.junior", "x", "a folder", "name one")
+
+    monkeypatch.setattr(runtime, "Roster", make)
+    args = Namespace()
+    config = RunConfig()
+    settings.use(args, config)
+    runtime.prepare(args)
+    runtime.prepare(args)
+    with pytest.raises(ConfigError, match=r"models\.junior"):
+        asyncio.run(runtime.connect_here(args, lambda: False))
+    assert made == [(config, "slime_tandem roster")]
+    settings.use(args, RunConfig(seed=3))
+    runtime.prepare(args)
+    with pytest.raises(ConfigError):
+        asyncio.run(runtime.connect_here(args, lambda: False))
+    assert [c.seed for c, _ in made] == [config.seed, 3], "of another configuration another one"
 
 
 def test_so_many_samples_are_scored_at_once_whoever_asks(sample_class: Any, scripted: Any) -> None:
