@@ -72,7 +72,7 @@ QUESTIONS: Mapping[str, Mapping[str, Changes]] = {
         "prob_senior 0.7": _tandem(prob_senior=0.7),
         "chunk": _tandem(selection_strategy="chunk", chunk_size=4),
         # No token of this tokenizer ends a paragraph, so that an end of turn ends the only run: an answer has one author.
-        "sentence": _tandem(selection_strategy="sentence", boundary_token_ids=END_OF_TURN, max_gap_tokens=64),
+        "sentence": _tandem(selection_strategy="sentence", boundary_token_ids=END_OF_TURN),
     },
     "b": {
         "sampled": DISTILLED,

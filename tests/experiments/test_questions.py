@@ -62,7 +62,7 @@ def test_every_arm_is_a_configuration_that_holds(questions: ModuleType, tmp_path
     assert sentence.tandem.selection_strategy == "sentence"
     tokens = ModelTokenizer.load(tmp_path / "senior").tokens
     rule = BoundaryRecord.resolve(sentence.tandem, tokens).rule  # which refuses a tokenizer without such a token
-    assert (rule.boundary, rule.cap) == (tokens.eos_ids, sentence.sampling.max_new_tokens), "one author an answer"
+    assert (rule.boundary, rule.cap) == (tokens.eos_ids, None), "one author an answer"
     assert found["a", "prob_senior 0.3"].opd.enabled is False
     assert found["d", "tandem + a random tenth"].opd.selection.selector == "random"
     assert found["d", "solo + a tenth"].tandem.enabled is False
@@ -175,7 +175,8 @@ def test_all_differences_of_a_question_are_corrected_together(questions: ModuleT
     for arm, right in (("tandem", "10"), ("tandem + a random tenth", "11")):
         with (tmp_path / "question_d.jsonl").open("a") as file:
             for seed, tandem in ((1, right), (2, right[::-1]), (3, "10")):
-                file.write(line(arm, seed, right, right={"solo": right, "tandem": tandem}))
+                row = json.loads(line(arm, seed, right))
+                file.write(json.dumps(row | {"right": {"solo": right, "tandem": tandem}}) + "\n")
     (_, _, ((tandem, p_tandem),)), (_, _, ((solo, p_solo),)) = questions.comparisons(tmp_path, "d")
     assert (solo.mean, solo.p, p_solo) == (0.5, 0.0, 0.0)
     assert p_tandem == tandem.p > 0.0, "the larger of two, not doubled as the smaller is"
