@@ -260,6 +260,9 @@ def test_a_dry_run_on_toys_prints_its_commands(name: str) -> None:
     letter = "abcd"[NAMES.index(name)]
     assert f"questions.py run --question {letter} --size ci --seeds 4 5 --out /somewhere" in done.stdout
     assert f"questions.py table {letter} /somewhere" in done.stdout
+    # (a) alone is measured by one rule, from what it is compared with.
+    for script in ("two_notations.py run --doses 0 ", "measure.py run --doses 0 --seeds 4 5 "):
+        assert (script in done.stdout) == (letter == "a")
 
 
 @pytest.mark.parametrize(
