@@ -169,11 +169,12 @@ def of_runs(runs: Sequence[Ratio], less: Sequence[Ratio] = (), *, resamples: int
 
 def _of_prompts(ratio: Ratio, which: IntArray) -> FloatArray:
     """The figure [B] over B lists of prompts `which` [B, N]; nan where its denominator is 0."""
-    over = ratio.numerator[which].mean(axis=1)
+    over: FloatArray = ratio.numerator[which].mean(axis=1)
     if ratio.denominator is None:
         return over
-    under = ratio.denominator[which].mean(axis=1)
-    return np.divide(over, under, out=np.full_like(over, np.nan), where=under != 0.0)
+    under: FloatArray = ratio.denominator[which].mean(axis=1)
+    values: FloatArray = np.divide(over, under, out=np.full_like(over, np.nan), where=under != 0.0)
+    return values
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
