@@ -1,11 +1,12 @@
 """Reads trained seniors: what they write alone and with the junior, in which notation, how well the junior reads and goes on.
 
-    python scripts/experiments/measure.py --runs runs/two-notations --out docs/results/data/two_notations_measured.jsonl
+    python scripts/experiments/measure.py run --runs runs/two-notations --out docs/results/data/two_notations_measured.jsonl
+    python scripts/experiments/measure.py table docs/results/data/two_notations_measured.jsonl
 
-A line for each finished run of `two_notations.py` (and of question a of `questions.py`, whose runs are measured by the same
-rule: prob_senior 0.5, words). Held-out prompts, draws and sampling are those of the runs' own evaluation, so that accuracies
-agree with it. docs/results/protocol.md defines the measures. All values by prompt are kept, so that intervals can resample
-prompts.
+`run` adds a line for each finished run of `two_notations.py` (and of question a of `questions.py`, whose runs are measured by
+the same rule: prob_senior 0.5, words). Held-out prompts, draws and sampling are those of the runs' own evaluation, so that
+accuracies agree with it. docs/results/protocol.md defines the measures. All values by prompt are kept, so that intervals can
+resample prompts. `table` makes the page's tables. Needs the extra `diagnostics` (scipy).
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import questions
 import two_notations
+from questions import Figure, Line, right, value_of
 
 from slime_tandem.config import RunConfig
 from slime_tandem.evaluation.scoring import log_probs_of, own_reading
 from slime_tandem.evaluation.transfer import finished, first_half
 from slime_tandem.models.worksheet import notation_by_author
 from slime_tandem.report.metrics import RIGHT_REWARD
+from slime_tandem.report.statistics import Ratio, holm
 from slime_tandem.report.summary import load_config
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.tasks.families import TaskSet
@@ -126,18 +129,108 @@ def cases(seeds: Sequence[int], few: Sequence[int]) -> Iterable[tuple[dict[str, 
     """What identifies a line, and the name of its run."""
     for case in two_notations.cases(seeds, few):
         yield {"question": None, **dataclasses.asdict(case)}, case.name
-    for case in questions.cases(["a"], few):
+    for case in questions.cases(["a"], seeds):
         yield {"question": "a", "seed": case.seed, "arm": case.arm, "dose": 0.0}, case.name
+
+
+# ---- what is made of the lines ----
+def per_token(summed: str, tokens: str) -> Figure:
+    """Nats per token: sums over the prompts of a training."""
+    return lambda line: Ratio(np.array(line[summed]), np.array(line[tokens], np.float64), "nothing written")
+
+
+def gone_on(line: Line) -> Ratio:
+    return Ratio(digits(line["transfer"]["half"]))
+
+
+def gained(line: Line) -> Ratio:
+    return Ratio(digits(line["transfer"]["half"]) - digits(line["transfer"]["alone"]))
+
+
+def retained(line: Line) -> Ratio:
+    return Ratio(digits(line["right"]["tandem"]), digits(line["right"]["solo"]), "no answer alone is right")
+
+
+def digits(bits: str) -> FloatArray:
+    return np.array([float(c) for c in bits])
+
+
+MEASURES: Mapping[str, Figure] = {
+    "legibility": per_token("legibility", "text_tokens"),
+    "drift from the start": per_token("from_start", "tokens"),
+    "transfer utility": gone_on,
+    "gain by the prefix": gained,
+    "KL to the junior": per_token("from_junior", "tokens"),
+}
+TESTED = tuple(MEASURES)[:3]
+"""The protocol's three tests, main job against control; the rest is shown and not tested."""
+OUTCOMES: Mapping[str, Figure] = {
+    "solo accuracy": right("solo"),
+    "tandem accuracy": right("tandem"),
+    "retention": retained,
+}
+AUTHORS = {"solo": "senior, alone", "tandem_senior": "senior, co-written", "tandem_junior": "junior, co-written"}
+
+
+def table(rows: Sequence[Line]) -> str:
+    """The page's tables in Markdown: measures by arm, the three tests, and what the main comparison's repeat shows."""
+    order = [*two_notations.ARMS, *questions.QUESTIONS["a"]]
+    arms: dict[str, dict[int, Line]] = {arm: {} for arm in order}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["dose"] == 0:
+            arms[row["arm"]][row["seed"]] = row
+    arms = {arm: by_seed for arm, by_seed in arms.items() if by_seed}
+    lines = [f"| arm | seeds | {' | '.join(MEASURES)} |", "|---" * (len(MEASURES) + 2) + "|"]
+    for arm, by_seed in arms.items():
+        cells = [questions.each([value_of(figure(r)) for r in by_seed.values()]) for figure in MEASURES.values()]
+        lines.append(f"| {arm} | {', '.join(map(str, by_seed))} | {' | '.join(cells)} |")
+    main, control = (arms.get(arm, {}) for arm in ("tandem + teacher", "solo GRPO"))
+    if len(main.keys() & control.keys()) > 1:
+        found = {
+            name: questions.difference(main, control, figure, (f"{name}: main job", "control"))
+            for name, figure in (MEASURES | OUTCOMES).items()
+        }
+        corrected = holm([found[name].p for name in TESTED])
+        tested = list(zip((found[name] for name in TESTED), corrected, strict=True))
+        shown = [(d, None) for name, d in found.items() if name not in TESTED]
+        for title, differences in (("after training", tested), ("after training, not tested", shown)):
+            lines += ["", *questions.differences_table(title, differences)]
+    lines += ["", *notation_table(arms)]
+    return "\n".join(lines).rstrip()
+
+
+def notation_table(arms: Mapping[str, Mapping[int, Line]]) -> list[str]:
+    """The share of the second notation's signs by author."""
+    lines = [f"| share of the second notation | {' | '.join(AUTHORS.values())} |", "|---" * (len(AUTHORS) + 1) + "|"]
+    for arm, by_seed in arms.items():
+        shares = [r["notation"] for r in by_seed.values() if r.get("notation")]
+        if shares:
+            cells = [questions.each([s[who] for s in shares if s[who] is not None]) for who in AUTHORS]
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", default=[Path("runs/two-notations"), Path("runs/questions")])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--few", type=int, nargs="*", default=[1, 2, 3], help="seeds of all but the main comparison")
-    parser.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
+    commands = parser.add_subparsers(required=True, dest="command")
+    doing = commands.add_parser("run")
+    doing.add_argument("--runs", type=Path, nargs="+", default=[Path("runs/two-notations"), Path("runs/questions")])
+    doing.add_argument("--out", type=Path, required=True)
+    doing.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
+    doing.add_argument(
+        "--few", type=int, nargs="*", default=[1, 2, 3], help="seeds of the dose and the self-paired case"
+    )
+    doing.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
+    showing = commands.add_parser("table")
+    showing.add_argument("file", type=Path)
     args = parser.parse_args()
+    if args.command == "run":
+        run(args)
+    else:
+        print(table([json.loads(line) for line in args.file.read_text(encoding="utf-8").splitlines()]))
+
+
+def run(args: argparse.Namespace) -> None:
     doses = [None if d == "self" else float(d) for d in args.doses or ()]
     keys = ("question", "seed", "arm", "dose")
     lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []

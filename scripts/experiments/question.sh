@@ -40,7 +40,18 @@ on_toys() {
   read -r -a seeds <<< "${SEEDS:-1 2 3 4 5}"
   setup_venv base diagnostics
   run "$VENV/bin/python" scripts/experiments/questions.py run --question "$1" --size "$SIZE" --seeds "${seeds[@]}" --out "$out" --work "$work"
+  if [[ "$1" == a ]]; then measured_alike; fi
   run "$VENV/bin/python" scripts/experiments/questions.py table "$1" "$out"
+}
+
+# measured_alike: what (a) is compared with, and the arms of both measured by one rule; reads on_toys' variables.
+measured_alike() {
+  local -a few=()
+  if [[ "$SIZE" == ci ]]; then few=(--tiny --steps 2); fi
+  run "$VENV/bin/python" scripts/experiments/two_notations.py run --doses 0 --arms "tandem alone" "solo GRPO" --seeds "${seeds[@]}" \
+    --work "$work" --out "$out/two_notations_repeat.jsonl" "${few[@]}"
+  run "$VENV/bin/python" scripts/experiments/measure.py run --doses 0 --seeds "${seeds[@]}" --runs "$work" \
+    --out "$out/two_notations_measured.jsonl"
 }
 
 # suite NAME METHODS SETTING...: one suite under slime, below OUTPUT_ROOT/NAME.

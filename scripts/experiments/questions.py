@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -30,7 +31,8 @@ import yaml
 from filelock import FileLock
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain
-from slime_tandem.report.statistics import Estimate, holm, of_runs
+from slime_tandem.models.tokenizer import ModelTokenizer
+from slime_tandem.report.statistics import Estimate, Ratio, holm, of_runs
 from slime_tandem.types import FloatArray
 
 Changes = Mapping[str, Any]
@@ -60,13 +62,17 @@ def _tandem(**changes: Any) -> Changes:
     return {"opd": {"enabled": False}, "tandem": changes}
 
 
+END_OF_TURN = "end of turn"
+"""In a setting of token ids: those that end a turn of the senior's tokenizer."""
+
 # Per question the arms: what differs from the common settings. `same_vocabulary` is no setting: which teacher is served.
 QUESTIONS: Mapping[str, Mapping[str, Changes]] = {
     "a": {
         "prob_senior 0.3": _tandem(prob_senior=0.3),
         "prob_senior 0.7": _tandem(prob_senior=0.7),
         "chunk": _tandem(selection_strategy="chunk", chunk_size=4),
-        "sentence": _tandem(selection_strategy="sentence"),
+        # No token of this tokenizer ends a paragraph, so that an end of turn ends the only run: an answer has one author.
+        "sentence": _tandem(selection_strategy="sentence", boundary_token_ids=END_OF_TURN),
     },
     "b": {
         "sampled": DISTILLED,
@@ -147,6 +153,10 @@ class Case:
             training |= {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4}
             tree["eval"]["prompts"] = 4
             tree["sampling"] = {"max_new_tokens": 8}
+        tandem = changes.get("tandem", {})
+        if tandem.get("boundary_token_ids") == END_OF_TURN:
+            ends = sorted(ModelTokenizer.load(models["senior"]).tokens.eos_ids)
+            changes["tandem"] = {**tandem, "boundary_token_ids": ends}
         return {**tree, **changes}
 
 
@@ -253,6 +263,11 @@ def side_by_side(jobs: int, paths: Mapping[Any, Path], train: Callable[[Any], di
 
 
 # ---- what is made of the lines ----
+Line = Mapping[str, Any]
+Figure = Callable[[Line], Ratio]
+"""A figure of a training over its prompts."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """One arm less another, paired by seed and prompt: Student's t over seeds, and the hierarchical bootstrap."""
@@ -266,19 +281,26 @@ class Difference:
     p: float
 
 
-def outcomes(line: Mapping[str, Any], who: str) -> FloatArray:
+def right(who: str) -> Figure:
+    """The share of right answers."""
+    return lambda line: Ratio(outcomes(line, who))
+
+
+def outcomes(line: Line, who: str) -> FloatArray:
     """[N] 1 where the answer to a prompt was right."""
     return np.array([float(c) for c in line["right"][who]])
 
 
-def difference(
-    arm: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]], who: str, names: tuple[str, str]
-) -> Difference:
+def value_of(ratio: Ratio) -> float:
+    return float(ratio.numerator.mean() / (1.0 if ratio.denominator is None else ratio.denominator.mean()))
+
+
+def difference(arm: Mapping[int, Line], base: Mapping[int, Line], figure: Figure, names: tuple[str, str]) -> Difference:
     """`arm` and `base`: lines by seed; the seeds that both have."""
     seeds = sorted(arm.keys() & base.keys())
-    by_prompt = [outcomes(arm[s], who) - outcomes(base[s], who) for s in seeds]
-    mean, low, high, p = student([float(d.mean()) for d in by_prompt])
-    return Difference(*names, len(seeds), mean, (low, high), of_runs(by_prompt, resamples=10_000, seed=0), p)
+    ours, theirs = ([figure(lines[s]) for s in seeds] for lines in (arm, base))
+    mean, low, high, p = student([value_of(a) - value_of(b) for a, b in zip(ours, theirs, strict=True)])
+    return Difference(*names, len(seeds), mean, (low, high), of_runs(ours, theirs, resamples=10_000, seed=0), p)
 
 
 def student(values: Sequence[float]) -> tuple[float, float, float, float]:
@@ -294,18 +316,56 @@ def student(values: Sequence[float]) -> tuple[float, float, float, float]:
     return mean, mean - half, mean + half, p
 
 
-def by_arm(lines: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
-    out: dict[str, dict[int, Mapping[str, Any]]] = {}
+def falling(blocks: Sequence[Sequence[float]]) -> str:
+    """Page's trend test in words: do the values of each block (a seed) fall from its first to its last?
+
+    scipy's exact distribution has no ties and cuts a half off the statistic; where values tie, a second p is that of all
+    permutations of the ranks as they are.
+    """
+    from scipy.stats import page_trend_test, rankdata
+
+    # A large statistic means that ranks rise as predicted: the first is predicted to be the largest.
+    predicted = np.arange(len(blocks[0]), 0, -1)
+    test = page_trend_test(blocks, predicted_ranks=predicted, method="exact")
+    told = f"Page's trend test, {len(blocks)} seeds: L = {test.statistic:g}, p = {test.pvalue:.4f}"
+    ranks = rankdata(blocks, axis=1)
+    if all(len(set(row)) == len(row) for row in ranks.tolist()):
+        return f"{told}."
+    ways = {0.0: 1.0}
+    for row in ranks:
+        found: dict[float, float] = {}
+        for order in permutations(row.tolist()):
+            for statistic, share in ways.items():
+                reached = statistic + float(predicted @ np.array(order))
+                found[reached] = found.get(reached, 0.0) + share / math.factorial(len(row))
+        ways = found
+    p = sum(share for statistic, share in ways.items() if statistic >= test.statistic)
+    return f"{told}; with its ties over all permutations p = {p:.4f}."
+
+
+def by_arm(lines: Mapping[tuple[str, int], Line]) -> dict[str, dict[int, Line]]:
+    out: dict[str, dict[int, Line]] = {}
     for (arm, seed), line in lines.items():
         out.setdefault(arm, {})[seed] = line
     return out
 
 
-def families(question: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(title, whose accuracy, pairs of arm and base) of each family of comparisons that are corrected together."""
+def arms_of(question: str) -> list[str]:
+    """All arms in the order in which tables show them."""
+    arms = list(QUESTIONS[question])
     if question == "a":
+        return [arms[0], "prob_senior 0.5", *arms[1:], "solo GRPO"]
+    if question == "c":
+        return ["full", *(f"{s} {share:g}" for share in sorted(SHARES) for s in SELECTORS), "GRPO"]
+    return arms
+
+
+def families(question: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(title, whose accuracy, pairs of arm and base) by family of comparisons; those of one title are corrected together."""
+    if question == "a":
+        base = "prob_senior 0.5"
         return [
-            ("less prob_senior 0.5 by words", who, [(a, "prob_senior 0.5") for a in (*QUESTIONS["a"], "solo GRPO")])
+            ("less prob_senior 0.5 by words", who, [(a, base) for a in arms_of("a") if a != base])
             for who in ("tandem", "solo")
         ]
     if question == "b":
@@ -330,34 +390,44 @@ def families(question: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
     return [("both together", who, pairs) for who in ("tandem", "solo")]
 
 
-def lines_of(folder: Path, question: str) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """The lines by arm and seed, with those of other files that the question is compared with."""
-    arms = by_arm(read(folder, question))
+def lines_of(folder: Path, question: str) -> dict[str, dict[int, Line]]:
+    """The lines by arm and seed, in the order of `arms_of`, with those of other files that the question is compared with.
+
+    Those of (a) are measure.py's alone: the outcomes of its own lines are by each arm's own rule, which differ.
+    """
+    if question == "a":
+        names = {"tandem alone": "prob_senior 0.5", "solo GRPO": "solo GRPO"}
+        path, arms = folder / "two_notations_measured.jsonl", dict[str, dict[int, Line]]()
+        for row in _rows(path) if path.exists() else []:
+            name = row["arm"] if row["question"] == "a" else names.get(row["arm"])
+            if name and row["dose"] == 0 and row["seed"] in SEEDS:
+                arms.setdefault(name, {})[row["seed"]] = row
+    else:
+        arms = by_arm(read(folder, question))
     if question == "c":
         arms |= {
             {"sampled": "full"}.get(a, a): v for a, v in by_arm(read(folder, "b")).items() if a in ("sampled", "GRPO")
         }
-    if question == "a":
-        path = folder / "two_notations_measured.jsonl"
-        for row in _rows(path) if path.exists() else []:
-            name = {"tandem alone": "prob_senior 0.5", "solo GRPO": "solo GRPO"}.get(row["arm"])
-            if name and row["dose"] == 0 and row["seed"] in SEEDS:
-                arms.setdefault(name, {})[row["seed"]] = row
-    return arms
+    return {arm: dict(sorted(arms[arm].items())) for arm in arms_of(question) if arm in arms}
 
 
 def comparisons(folder: Path, question: str) -> list[tuple[str, str, list[tuple[Difference, float]]]]:
     """Per family: title, whose accuracy, the differences with their p-values corrected together. Arms without lines are left
     out."""
-    arms, out = lines_of(folder, question), []
+    arms, found = lines_of(folder, question), []
     for title, who, pairs in families(question):
-        found = [
-            difference(arms[a], arms[b], who, (a, b))
+        differences = [
+            difference(arms[a], arms[b], right(who), (a, b))
             for a, b in pairs
             if a in arms and b in arms and len(arms[a].keys() & arms[b].keys()) > 1
         ]
-        if found:
-            out.append((title, who, list(zip(found, holm([d.p for d in found]), strict=True))))
+        if differences:
+            found.append((title, who, differences))
+    out = []
+    for title, who, differences in found:
+        corrected = iter(holm([d.p for t, _, ds in found if t == title for d in ds]))
+        by_family = {w: [next(corrected) for _ in ds] for t, w, ds in found if t == title}
+        out.append((title, who, list(zip(differences, by_family[who], strict=True))))
     return out
 
 
@@ -365,33 +435,71 @@ def table(folder: Path, question: str) -> str:
     """The page's tables in Markdown: accuracies by arm, differences by family, and for (c) where the kept tokens lie."""
     arms = lines_of(folder, question)
     metrics = ("solo_accuracy", "tandem_accuracy", "teacher_kl")
+    ends = {(arm, m): [r.get(f"{m}_after") for r in runs.values()] for arm, runs in arms.items() for m in metrics}
+    if question == "a":
+        for arm, runs in arms.items():
+            ends[arm, "tandem less solo"] = [
+                value_of(right("tandem")(r)) - value_of(right("solo")(r)) for r in runs.values()
+            ]
     shown = [
-        m for m in metrics if any(r.get(f"{m}_after") is not None for runs in arms.values() for r in runs.values())
+        m
+        for m in (*metrics, "tandem less solo")
+        if any(v is not None for (_, n), vs in ends.items() if n == m for v in vs)
     ]
     lines = [f"| arm | seeds | {' | '.join(m.replace('_', ' ') for m in shown)} |", "|---" * (len(shown) + 2) + "|"]
     for arm, runs in arms.items():
-        cells = []
-        for metric in shown:
-            pairs = [(r.get(f"{metric}_before"), r.get(f"{metric}_after")) for r in runs.values()]
-            ends = [b for _, b in pairs if b is not None]
-            cells.append(f"{', '.join(f'{x:.3f}' for x in ends)}; mean {fmean(ends):.3f}" if ends else "")
+        cells = [
+            each([v for v in ends[arm, m] if v is not None], "+" if m == "tandem less solo" else "") for m in shown
+        ]
         lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} |")
     for title, who, found in comparisons(folder, question):
-        head = f"| {title}, {who} accuracy | seeds | difference | t over seeds | bootstrap, seeds and prompts | p | p by Holm |"
-        lines += ["", head, "|---|---|---|---|---|---|---|"]
-        for d, corrected in found:
-            b = d.bootstrap
-            intervals = (d.student, (b.low or 0.0, b.high or 0.0))
-            spans = " | ".join(f"{low:+.3f} to {high:+.3f}" for low, high in intervals)
-            lines.append(
-                f"| {d.arm} less {d.base} | {d.seeds} | {d.mean:+.3f} | {spans} | {d.p:.3f} | {corrected:.3f} |"
-            )
+        lines += ["", *differences_table(f"{title}, {who} accuracy", found)]
+    if question == "a" and (trend := trend_of_a(arms)):
+        lines += ["", trend]
     if question == "c":
         lines += ["", *where(arms)]
     return "\n".join(lines)
 
 
-def where(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
+def trend_of_a(arms: Mapping[str, Mapping[int, Line]]) -> str | None:
+    """The test of (a): tandem less solo accuracy over the three prob_senior."""
+    runs = [arms.get(f"prob_senior {p}", {}) for p in (0.3, 0.5, 0.7)]
+    seeds = sorted(set.intersection(*map(set, runs)))
+    blocks = [[value_of(right("tandem")(r[s])) - value_of(right("solo")(r[s])) for r in runs] for s in seeds]
+    return falling(blocks) if len(blocks) > 1 else None
+
+
+def each(values: Sequence[float], sign: str = "") -> str:
+    """Each seed's value, and their mean."""
+    return f"{', '.join(f'{x:{sign}.3f}' for x in values)}; mean {fmean(values):{sign}.3f}" if values else ""
+
+
+def differences_table(title: str, found: Sequence[tuple[Difference, float | None]]) -> list[str]:
+    """A difference with both intervals in a row; None as its corrected p: it belongs to no family of tests."""
+    tested = any(corrected is not None for _, corrected in found)
+    head = (
+        "seeds",
+        "difference",
+        "t over seeds",
+        "bootstrap, seeds and prompts",
+        *(("p", "p by Holm") if tested else ()),
+    )
+    lines = [f"| {title} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for d, corrected in found:
+        spans = " | ".join(
+            "" if low is None or high is None else f"{low:+.3f} to {high:+.3f}"
+            for low, high in (d.student, (d.bootstrap.low, d.bootstrap.high))
+        )
+        ps = "" if corrected is None else f" {chance(d.p)} | {chance(corrected)} |"
+        lines.append(f"| {d.arm} less {d.base} | {d.seeds} | {d.mean:+.3f} | {spans} |{ps}")
+    return lines
+
+
+def chance(p: float) -> str:
+    return "< 0.001" if p < 0.0005 else f"{p:.3f}"
+
+
+def where(arms: Mapping[str, Mapping[int, Line]]) -> list[str]:
     """Where the kept tokens lie, means over steps and seeds."""
     tenths = " | ".join(str(i + 1) for i in range(10))
     lines = [
@@ -400,10 +508,9 @@ def where(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
     ]
     for arm, runs in arms.items():
         names = (*(f"selection/position_{i}" for i in range(10)), "selection/end_of_turn", "selection/end_of_turn_kept")
-        if arm != "GRPO":
-            values = [[r[name] for r in runs.values() if r[name] is not None] for name in (*names, "time/step_s")]
-            cells = [f"{fmean(v):.2f}" if v else "" for v in values]
-            lines.append(f"| {arm} | {' | '.join(cells)} |")
+        values = [[r[name] for r in runs.values() if r[name] is not None] for name in (*names, "time/step_s")]
+        cells = [f"{fmean(v):.2f}" if v else "-" for v in values]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
     return lines
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # (a) Tandem against solo GRPO: prob_senior, where the author changes, a weaker junior against a copy of the start. question.sh lists the
 # variables. slime reads STUDENT_HF, JUNIOR_MODEL (weaker, same tokenizer) and PROMPT_DATA.
-# local runs what two_notations.py lacks; that script has the main comparison, the dose and the self-paired case:
-#   python scripts/experiments/two_notations.py run --out docs/results/data/two_notations.jsonl
+# local also runs the rows of two_notations.py that it is compared with, and measures all alike. That script has the main comparison,
+# the dose and the self-paired case: python scripts/experiments/two_notations.py run --out docs/results/data/two_notations.jsonl
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/question.sh"
 if [[ "$BACKEND" == local ]]; then

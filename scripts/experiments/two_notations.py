@@ -2,6 +2,7 @@
 
     python scripts/experiments/two_notations.py run --out docs/results/data/two_notations.jsonl     # all arms, 40 minutes
     python scripts/experiments/two_notations.py table docs/results/data/two_notations.jsonl
+    python scripts/experiments/two_notations.py table FILE --again docs/results/data/two_notations_repeat.jsonl
 
 `run` adds a line for each training that the file lacks, so that it can be stopped and called again. `--jobs` trainings run side
 by side, each on about one core. `--tiny` makes models that have learnt nothing, for a look at the machinery. Needs the extra
@@ -18,14 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
-from questions import side_by_side, student
+from questions import falling, side_by_side, student
 
 from slime_tandem.models.builtin import RECIPES, TASK, Recipe, make_model, pretrain, sample
 from slime_tandem.models.hf import load_model, load_tokenizer
@@ -200,17 +201,51 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         r = found[case]
         change = (f"{r[f'{m}_before']:.3f} → {r[f'{m}_after']:.3f}" for m in METRICS[:3])
         lines.append(f"| {case.seed} | {case.arm} | {' | '.join(change)} | {r['other_notation']:.2f} |")
-    pairs = (("tandem + teacher", "solo GRPO"), ("tandem alone", "solo GRPO"), ("solo + teacher", "solo GRPO"))
     lines += ["", "| difference after training | solo accuracy | tandem accuracy | retention |", "|---|---|---|---|"]
-    seeds = sorted({c.seed for c in main})
-    for one, other in pairs:
-        cells = []
-        for metric in METRICS[:3]:
-            key = f"{metric}_after"
-            both = [(found.get(Case(s, one)), found.get(Case(s, other))) for s in seeds]
-            cells.append(interval([a[key] - b[key] for a, b in both if a and b]))
-        lines.append(f"| {one} less {other} | {' | '.join(cells)} |")
+    for names, by_metric in differences(found).items():
+        lines.append(f"| {' less '.join(names)} | {' | '.join(interval(v) for v in by_metric)} |")
     return "\n".join([*lines, "", *dose_table(found)])
+
+
+def differences(found: Mapping[Case, Mapping[str, Any]]) -> dict[tuple[str, str], list[list[float]]]:
+    """Per pair of arms that have run, per metric, the differences after training by seed."""
+    out = {}
+    for one in ("tandem + teacher", "tandem alone", "solo + teacher"):
+        both = [
+            (found[c], found[o])
+            for c in sorted(found, key=lambda c: c.seed)
+            if c == Case(c.seed, one)
+            if (o := Case(c.seed, "solo GRPO")) in found
+        ]
+        if both:
+            out[one, "solo GRPO"] = [[a[f"{m}_after"] - b[f"{m}_after"] for a, b in both] for m in METRICS[:3]]
+    return out
+
+
+def beside(rows: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]]) -> str:
+    """The main comparison's rows that were run twice, and the differences of both, in Markdown: first / again."""
+    first, second = (
+        {Case(r["seed"], r["arm"], r["dose"]): r for r in runs if r["dose"] == 0} for runs in (rows, again)
+    )
+    both = sorted(first.keys() & second.keys(), key=lambda c: (list(ARMS).index(c.arm), c.seed))
+    lines = [
+        "| arm | seed | solo accuracy: first / again | tandem accuracy: first / again | second notation: first / again |",
+        "|---|---|---|---|---|",
+    ]
+    for case in both:
+        cells = [f"{first[case][f'{m}_after']:.3f} / {second[case][f'{m}_after']:.3f}" for m in METRICS[:2]]
+        shares = " / ".join(f"{runs[case]['other_notation']:.2f}" for runs in (first, second))
+        lines.append(f"| {case.arm} | {case.seed} | {' | '.join(cells)} | {shares} |")
+    lines += [
+        "",
+        "| difference after training | run | solo accuracy | tandem accuracy | retention |",
+        "|---|---|---|---|---|",
+    ]
+    told = {name: differences({c: runs[c] for c in both}) for name, runs in (("first", first), ("again", second))}
+    for names in told["first"]:
+        for name, found in told.items():
+            lines.append(f"| {' less '.join(names)} | {name} | {' | '.join(interval(v) for v in found[names])} |")
+    return "\n".join(lines)
 
 
 def dose_table(found: dict[Case, dict[str, Any]]) -> list[str]:
@@ -241,11 +276,7 @@ def dose_table(found: dict[Case, dict[str, Any]]) -> list[str]:
         if all(s in by_dose.get(dose, {}) for dose in (0.0, *DOSES))
     ]
     if len(blocks) > 1:
-        from scipy.stats import page_trend_test
-
-        # Ranks must rise with the last column for a large statistic: the difference is expected to fall with the dose.
-        test = page_trend_test(blocks, predicted_ranks=[5, 4, 3, 2, 1], method="exact")
-        lines += ["", f"Page's trend test, {len(blocks)} seeds: L = {test.statistic:.0f}, p = {test.pvalue:.4f}."]
+        lines += ["", falling(blocks)]  # the difference is expected to fall with the dose
     return lines
 
 
@@ -264,11 +295,18 @@ def main() -> None:
     doing.add_argument("--tiny", action="store_true")
     showing = commands.add_parser("table")
     showing.add_argument("file")
+    showing.add_argument("--again", help="a file of the same runs made elsewhere: both side by side")
     args = parser.parse_args()
     if args.command == "run":
         run(args)
+    elif args.again:
+        print(beside(rows_of(args.file), rows_of(args.again)))
     else:
-        print(table([json.loads(line) for line in Path(args.file).read_text(encoding="utf-8").splitlines()]))
+        print(table(rows_of(args.file)))
+
+
+def rows_of(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

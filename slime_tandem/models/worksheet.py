@@ -12,11 +12,14 @@ no model.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from random import Random
 
 OTHER_NOTATION = str.maketrans("+=;", "&:|")
 """The signs of the common notation, and those of the other; the answer's tags are the same in both."""
+_SPECIAL = re.compile(r"<\|\w+\|>")
+"""A special token by its name, as tokens are shown: it has two of the other notation's signs, and is no text."""
 Piece = tuple[str, bool]
 """A piece of text, and whether it is right given what was written before (False: a slip)."""
 
@@ -64,11 +67,12 @@ def in_other_notation(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def notation_counts(text: str) -> tuple[int, int]:
-    """(signs of the other notation, of the common one) in a piece of text; the answer's tags are neither.
+    """(signs of the other notation, of the common one) in a piece of text; the answer's tags and special tokens are neither.
 
-    >>> notation_counts(" 7&8 :15 ; <answer>15</answer>")
-    (2, 1)
+    >>> notation_counts(" 7&8 :15 ; <answer>15</answer>"), notation_counts("<|end|>")
+    ((2, 1), (0, 0))
     """
+    text = _SPECIAL.sub("", text)
     other, common = (sum(map(text.count, signs)) for signs in ("&:|", "+=;"))
     return other, common
 

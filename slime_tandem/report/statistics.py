@@ -147,31 +147,51 @@ def ratio_difference(before: Ratio, after: Ratio, *, resamples: int, seed: int) 
     return interval(c * b - a * d, b * d, before.zero)
 
 
-def of_runs(runs: Sequence[FloatArray], *, resamples: int, seed: int) -> Estimate:
-    """The mean over runs of each run's mean over prompts, with a percentile interval of a hierarchical bootstrap.
+def of_runs(runs: Sequence[Ratio], less: Sequence[Ratio] = (), *, resamples: int, seed: int) -> Estimate:
+    """The mean over runs of each run's figure over its prompts, with a percentile interval of a hierarchical bootstrap.
 
-    `runs`: per run (a training seed) the values [N] of its own prompts, e.g. differences of two arms by prompt. Runs are
-    drawn with replacement, then as many prompts within each drawn run as it has. With few runs the interval is too narrow: R
-    runs know their own spread with R - 1 degrees of freedom, and a resample holds some of them twice.
+    `runs`: a figure of each run (a training seed), over prompts of its own. `less`: per run the same figure of another
+    condition on the same prompts, which is taken off; both share each resample. Runs are drawn with replacement, then as many
+    prompts within each drawn run as it has. With few runs the interval is too narrow: R runs know their own spread with R - 1
+    degrees of freedom, and a resample holds some of them twice.
 
-    >>> of_runs([np.array([0.0, 1.0]), np.array([1.0, 1.0])], resamples=100, seed=0).value
-    0.75
+    >>> right = [Ratio(np.array([0.0, 1.0])), Ratio(np.array([1.0, 1.0]))]
+    >>> of_runs(right, resamples=100, seed=0).value, of_runs(right, right, resamples=100, seed=0).high
+    (0.75, 0.0)
     """
     assert runs, "no run"
-    assert all(len(run) for run in runs), "a run without prompts"
+    assert all(len(run.numerator) for run in runs), "a run without prompts"
     rng = np.random.default_rng(seed)
     # A resample of a run's prompts is independent of which runs are drawn beside it: one per place.
     drawn = rng.integers(len(runs), size=(resamples, len(runs)))
-    means = np.zeros_like(drawn, np.float64)
-    for number, run in enumerate(runs):
+    figures = np.zeros_like(drawn, np.float64)
+    value = []
+    for number, (run, *others) in enumerate(zip(runs, less, strict=True) if less else ((run,) for run in runs)):
+        N = len(run.numerator)
+        assert all(len(other.numerator) == N for other in others), "other prompts"
+
+        def figure(which: IntArray, run: Ratio = run, others: Sequence[Ratio] = others) -> FloatArray:
+            return _of_prompts(run, which) - sum(_of_prompts(other, which) for other in others)
+
+        value.append(figure(np.arange(N)[None]))
         places = np.flatnonzero(drawn.ravel() == number)
-        block = max(1, _COUNTS_AT_ONCE // len(run))
+        block = max(1, _COUNTS_AT_ONCE // N)
         for start in range(0, len(places), block):
             part = places[start : start + block]
-            means.ravel()[part] = run[rng.integers(len(run), size=(len(part), len(run)))].mean(axis=1)
-    value = np.array([np.mean([run.mean() for run in runs])])
-    all_means = np.concatenate([value, means.mean(axis=1)])
-    return interval(all_means, np.ones_like(all_means), "no prompts")
+            figures.ravel()[part] = figure(rng.integers(N, size=(len(part), N)))
+    means = np.concatenate([np.mean(value, axis=0), figures.mean(axis=1)])
+    defined = np.isfinite(means)
+    return interval(np.where(defined, means, 0.0), defined.astype(np.float64), runs[0].zero)
+
+
+def _of_prompts(ratio: Ratio, which: IntArray) -> FloatArray:
+    """The figure [B] over B lists of prompts `which` [B, N]; nan where its denominator is 0."""
+    over: FloatArray = ratio.numerator[which].mean(axis=1)
+    if ratio.denominator is None:
+        return over
+    under: FloatArray = ratio.denominator[which].mean(axis=1)
+    values: FloatArray = np.divide(over, under, out=np.full_like(over, np.nan), where=under != 0.0)
+    return values
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

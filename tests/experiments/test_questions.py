@@ -37,8 +37,14 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_every_arm_is_a_configuration_that_holds(questions: ModuleType, tmp_path: Path) -> None:
     """Also that an arm sets what its name says, and the common settings are common."""
     from slime_tandem.config import RunConfig
+    from slime_tandem.models.builtin import make_model
+    from slime_tandem.models.tokenizer import ModelTokenizer
+    from slime_tandem.rollout.boundaries import BoundaryRecord
 
     models = {role: tmp_path / role for role in ("senior", "junior", "teacher", "same")}
+    # Of `sentence` alone the tokenizer is read.
+    recipe = next(questions.cases(["a"], [1])).recipe("ci")
+    make_model("senior", recipe, tmp_path, lambda text: None)
     found = {}
     for case in questions.cases(list(questions.QUESTIONS), [1]):
         config = RunConfig.from_mapping(case.settings(models, tmp_path, "toy"))
@@ -52,7 +58,11 @@ def test_every_arm_is_a_configuration_that_holds(questions: ModuleType, tmp_path
     assert found["b", "top-K, same vocabulary"].models.teacher == str(tmp_path / "same")
     assert found["b", "GRPO"].opd.enabled is False
     assert found["b", "sampled"].objective.reward_coef == 0.0
-    assert found["a", "sentence"].tandem.selection_strategy == "sentence"
+    sentence = found["a", "sentence"]
+    assert sentence.tandem.selection_strategy == "sentence"
+    tokens = ModelTokenizer.load(tmp_path / "senior").tokens
+    rule = BoundaryRecord.resolve(sentence.tandem, tokens).rule  # which refuses a tokenizer without such a token
+    assert (rule.boundary, rule.cap) == (tokens.eos_ids, None), "one author an answer"
     assert found["a", "prob_senior 0.3"].opd.enabled is False
     assert found["d", "tandem + a random tenth"].opd.selection.selector == "random"
     assert found["d", "solo + a tenth"].tandem.enabled is False
@@ -76,8 +86,9 @@ def test_a_question_is_run_stopped_and_gone_on_with(
     call(questions, monkeypatch, *common, "--question", "b", "--arms", "sampled", "top-K, same vocabulary", "GRPO")
     call(questions, monkeypatch, *common, "--question", "d", "--arms", "tandem + a tenth")
     call(questions, monkeypatch, *common, "--question", "c", "--arms", "random 0.5", "GRPO")
+    call(questions, monkeypatch, *common, "--question", "a", "--arms", "sentence")
     done = capsys.readouterr().out.count("done: ")
-    assert done == 5
+    assert done == 6
     call(questions, monkeypatch, *common, "--question", "b", "--arms", "sampled", "GRPO")
     assert "done" not in capsys.readouterr().out
     by_arm = {r["arm"]: r for name in "bcd" for r in rows(data / f"question_{name}.jsonl")}
@@ -121,6 +132,94 @@ def test_differences_by_hand(questions: ModuleType, tmp_path: Path) -> None:
     assert "| GRPO less sampled | 2 | +0.375 |" in questions.table(tmp_path, "b")
 
 
+def measured(arm: str, seed: int, solo: str, tandem: str, question: str | None = None) -> dict[str, Any]:
+    """A line of measure.py: two tokens an answer, one of them text."""
+    n = len(solo)
+    content = {"question": question, "seed": seed, "arm": arm, "dose": 0.0, "right": {"solo": solo, "tandem": tandem}}
+    accuracies = {"solo_accuracy_after": solo.count("1") / n, "tandem_accuracy_after": tandem.count("1") / n}
+    sums = {"legibility": [-1.0 * seed] * n, "from_start": [0.5] * n, "from_junior": [0.25] * n}
+    tokens = {"text_tokens": [1] * n, "tokens": [2] * n}
+    return content | accuracies | sums | tokens | {"transfer": {"half": tandem, "alone": "0" * n}}
+
+
+def test_arms_of_a_are_measured_alike(questions: ModuleType, tmp_path: Path) -> None:
+    """Not by an arm's own rule, which its own lines have; in a fixed order; the trend by hand."""
+    own = [line(a, s, "11", question="a") for a in ("chunk", "prob_senior 0.3") for s in (2, 1)]
+    (tmp_path / "question_a.jsonl").write_text("".join(own))
+    assert questions.lines_of(tmp_path, "a") == {}
+    arms = [("chunk", "a", "01"), ("solo GRPO", None, "00"), ("prob_senior 0.7", "a", "00")]
+    arms += [("prob_senior 0.3", "a", "11"), ("tandem alone", None, "01"), ("tandem + teacher", None, "11")]
+    found = [measured(arm, seed, "11", tandem, question) for arm, question, tandem in arms for seed in (2, 1)]
+    (tmp_path / "two_notations_measured.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    lines = questions.lines_of(tmp_path, "a")
+    order = ["prob_senior 0.3", "prob_senior 0.5", "prob_senior 0.7", "chunk", "solo GRPO"]
+    assert list(lines) == order
+    assert all(list(by_seed) == [1, 2] for by_seed in lines.values())
+    shown = questions.table(tmp_path, "a")
+    assert [row.split(" | ")[0] for row in shown.splitlines()[2:7]] == [f"| {arm}" for arm in order]
+    assert "| 0.500, 0.500; mean 0.500 | -0.500, -0.500; mean -0.500 |" in shown.splitlines()[3]
+    # 3, 2, 1 in both seeds: one way of 36 is as high.
+    assert shown.endswith("Page's trend test, 2 seeds: L = 28, p = 0.0278.")
+
+
+def test_a_trend_with_ties_counts_them(questions: ModuleType) -> None:
+    """Ranks 3, 2, 1 and 3, 1.5, 1.5: of 36 pairs of orders two reach 27.5; scipy cuts to 27, which five of 36 reach."""
+    told = questions.falling([[0.3, 0.2, 0.1], [0.3, 0.2, 0.2]])
+    assert told.endswith("L = 27.5, p = 0.1389; with its ties over all permutations p = 0.0556.")
+
+
+def test_all_differences_of_a_question_are_corrected_together(questions: ModuleType, tmp_path: Path) -> None:
+    """(d) has two accuracies of one question, and (c) a family for each share."""
+    names = {q: {title for title, *_ in questions.families(q)} for q in "abcd"}
+    assert {q: len(titles) for q, titles in names.items()} == {"a": 1, "b": 1, "c": 4, "d": 1}
+    for arm, right in (("tandem", "10"), ("tandem + a random tenth", "11")):
+        with (tmp_path / "question_d.jsonl").open("a") as file:
+            for seed, tandem in ((1, right), (2, right[::-1]), (3, "10")):
+                row = json.loads(line(arm, seed, right))
+                file.write(json.dumps(row | {"right": {"solo": right, "tandem": tandem}}) + "\n")
+    (_, _, ((tandem, p_tandem),)), (_, _, ((solo, p_solo),)) = questions.comparisons(tmp_path, "d")
+    assert (solo.mean, solo.p, p_solo) == (0.5, 0.0, 0.0)
+    assert p_tandem == tandem.p > 0.0, "the larger of two, not doubled as the smaller is"
+
+
+def test_tables_of_two_notations_with_what_has_run(script: Script) -> None:
+    """An arm that has not run is left out; both runs of a case stand side by side."""
+    module = script("two_notations")
+
+    def row(arm: str, seed: int, value: float) -> dict[str, Any]:
+        metrics = {f"{m}_{when}": value for m in module.METRICS for when in ("before", "after")}
+        return {"arm": arm, "seed": seed, "dose": 0.0, "other_notation": value / 2} | metrics
+
+    first = [row(a, s, v) for a, v in (("tandem alone", 0.75), ("solo GRPO", 0.5)) for s in (2, 1)]
+    shown = module.table(first)
+    assert "| tandem alone less solo GRPO | +0.250" in shown
+    assert "solo + teacher" not in shown
+    again = [row("solo GRPO", 1, 0.625), row("tandem alone", 1, 0.625), row("solo + teacher", 1, 0.5)]
+    both = module.beside(first, again).splitlines()
+    assert both[2] == "| solo GRPO | 1 | 0.500 / 0.625 | 0.500 / 0.625 | 0.25 / 0.31 |"
+    assert sum("tandem alone less solo GRPO" in row for row in both) == 2
+    assert sum(row.startswith(("| solo GRPO | ", "| tandem alone | ")) for row in both) == 2
+
+
+def test_the_table_of_measures_by_hand(script: Script) -> None:
+    rows = [measured("solo GRPO", s, "1111", "0001") for s in (2, 1)]
+    rows += [measured("tandem + teacher", s, "1110", "0111") for s in (1, 2)]
+    for row in rows[2:]:
+        row["legibility"] = [value + 0.5 for value in row["legibility"]]
+    rows[3]["legibility"] = [value + 0.5 for value in rows[3]["legibility"]]
+    shown = script("measure").table(rows).splitlines()
+    assert shown[2].startswith("| tandem + teacher | 1, 2 | -0.500, -1.000; mean -0.750 | 0.250, 0.250; mean 0.250 |")
+    (legible,) = (row for row in shown if row.startswith("| legibility: main job less control | 2 | +0.750 |"))
+    # t = 3 with one degree of freedom; three tests, of which it is the only one with any spread.
+    assert legible.endswith("| 0.205 | 0.410 |")
+    (tandem,) = (row for row in shown if row.startswith("| tandem accuracy: main job less control | 2 | +0.500 |"))
+    assert tandem.count("|") == 6, "not tested: no p"
+    assert not any("notation" in row for row in shown), "not measured, not shown"
+    notation = {"solo": 0.5, "tandem_senior": 0.25, "tandem_junior": None}
+    with_shares = script("measure").table([row | {"notation": notation} for row in rows])
+    assert with_shares.endswith("| solo GRPO | 0.500, 0.500; mean 0.500 | 0.250, 0.250; mean 0.250 |  |")
+
+
 def test_figures_are_drawn_of_what_is_there(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, images = tmp_path / "data", tmp_path / "images"
     for folder in (data, images):
@@ -161,6 +260,9 @@ def test_a_dry_run_on_toys_prints_its_commands(name: str) -> None:
     letter = "abcd"[NAMES.index(name)]
     assert f"questions.py run --question {letter} --size ci --seeds 4 5 --out /somewhere" in done.stdout
     assert f"questions.py table {letter} /somewhere" in done.stdout
+    # (a) alone is measured by one rule, from what it is compared with.
+    for script in ("two_notations.py run --doses 0 ", "measure.py run --doses 0 --seeds 4 5 "):
+        assert (script in done.stdout) == (letter == "a")
 
 
 @pytest.mark.parametrize(

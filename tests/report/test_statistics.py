@@ -196,13 +196,13 @@ def test_runs_are_resampled_whole_and_their_prompts_within() -> None:
     """Without spread between runs the interval is that of the prompts; without spread within, that of the runs."""
     rng = np.random.default_rng(1)
     within = [(rng.random(400) < 0.5).astype(np.float64)] * 25
-    e = of_runs(within, resamples=2000, seed=0)
+    e = of_runs([Ratio(x) for x in within], resamples=2000, seed=0)
     standard = within[0].std() / math.sqrt(400 * 25)
     assert e.low is not None
     assert e.high is not None
     assert (e.high - e.low) / (2 * 1.96) == pytest.approx(standard, rel=0.1)
     between = [np.full(7, x) for x in rng.normal(size=25)]
-    e = of_runs(between, resamples=2000, seed=0)
+    e = of_runs([Ratio(x) for x in between], resamples=2000, seed=0)
     means = [x[0] for x in between]
     assert e.value == pytest.approx(np.mean(means))
     assert e.low is not None
@@ -212,9 +212,31 @@ def test_runs_are_resampled_whole_and_their_prompts_within() -> None:
 
 def test_two_runs_by_hand() -> None:
     """Runs of 0 and 1 without spread: a quarter of the resamples is 0, a half 0.5, a quarter 1."""
-    e = of_runs([np.zeros(3), np.ones(5)], resamples=1000, seed=0)
+    e = of_runs([Ratio(np.zeros(3)), Ratio(np.ones(5))], resamples=1000, seed=0)
     assert (e.value, e.low, e.high) == (0.5, 0.0, 1.0)  # each run counts alike, whatever its number of prompts
-    assert of_runs([np.ones(4)], resamples=100, seed=0).low == 1.0
+    assert of_runs([Ratio(np.ones(4))], resamples=100, seed=0).low == 1.0
+
+
+def test_runs_of_ratios_by_hand() -> None:
+    """One run: 3 over 4 less 1 over 2. Two prompts: each resample holds the first, the second, or both."""
+    run = Ratio(np.array([1.0, 2.0]), np.array([2.0, 2.0]))
+    other = Ratio(np.array([1.0, 0.0]), np.array([1.0, 1.0]))
+    e = of_runs([run], [other], resamples=500, seed=0)
+    assert (e.value, e.low, e.high) == (0.25, -0.5, 1.0)
+    gone = Ratio(np.array([1.0, 1.0]), np.array([1.0, 0.0]), zero="nothing written")
+    e = of_runs([gone], resamples=500, seed=0)
+    assert (e.value, e.low, e.high) == (2.0, None, None)
+    assert e.reason is not None
+    assert e.reason.startswith("nothing written in 2")
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))
+def test_a_difference_of_means_is_the_mean_of_the_differences(runs: int, prompts: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(2, size=(2, runs, prompts)).astype(np.float64)
+    both = of_runs([Ratio(x) for x in a], [Ratio(x) for x in b], resamples=50, seed=seed)
+    one = of_runs([Ratio(x - y) for x, y in zip(a, b, strict=True)], resamples=50, seed=seed)
+    assert [both.value, both.low, both.high] == pytest.approx([one.value, one.low, one.high])
 
 
 @pytest.mark.parametrize(
