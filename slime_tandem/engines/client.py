@@ -30,6 +30,7 @@ import orjson
 
 from slime_tandem.engines import handoff_wire
 from slime_tandem.engines.connections import ConnectionLostError, Connections
+from slime_tandem.engines.one_by_one import OneByOne
 from slime_tandem.errors import (
     EngineError,
     EngineRejectedError,
@@ -39,6 +40,8 @@ from slime_tandem.errors import (
 from slime_tandem.protocol import CandidateLists, GenerateRequest, GenerateResult, IdsAt, IdText
 from slime_tandem.types import JUNIOR
 
+_LARGE = 2**13
+"""Bytes of an answer that takes about a millisecond and more to read, with what its task does next; a handoff's is smaller."""
 _LONGEST_PAUSE_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
 _IDLE_S = 30.0
@@ -96,6 +99,7 @@ class EngineClient:
         self._backoff_s = backoff_s
         self._max_connections = max_connections
         self._gone = gone
+        self._turn = OneByOne()
         self._connections: Connections | None = None
         self._positions: bool | None = None  # whether it scores each position's own ids; None: not tried
         self._under_way: dict[str, str] = {}  # a request's name -> its name on the wire
@@ -322,6 +326,8 @@ class EngineClient:
                     await on_timeout()
             else:
                 if status == 200:
+                    if len(raw) > _LARGE:
+                        await self._turn()
                     return self._parse(path, raw) if parse else None
                 message = _server_message(raw)
                 if status < 500 and status != 408:
