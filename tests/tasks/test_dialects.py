@@ -167,7 +167,6 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("nan.parquet", lambda: parquet({"prompt": "a", "label": float("nan")}), {}, "row 1 label='nan'.*nan is no number"),
     ("null.parquet", lambda: parquet(*({"prompt": text, "label": "4"} for text in ("a", None))), {},
      r"row 2 \(null: prompt\)=\['label'\]"),
-     r"row 2 \(null: prompt\)=\['label'\]"),
     ("twice.parquet", lambda: two_columns("prompt"), {}, "several called prompt.*drop all but one"),
     ("empty.parquet", lambda: b"", {}, "a readable Parquet file"),
     ("cut.parquet", lambda: damaged(parquet(GSM8K)), {}, "a readable Parquet file .*restore"),
