@@ -25,6 +25,8 @@ PROMPTS = ("prompt", "messages", "conversations", "question", "problem")
 LABELS = ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution")
 CHOICES = ("choices", "options", "endings")
 """Answers to choose from, beside a question that does not hold them (MMLU, ARC, AQuA, HellaSwag)."""
+NO_TEXT = ("images", "image", "videos", "video", "audios", "audio")
+"""What a prompt shows beside its text (verl's `images`, TRL's)."""
 _PAIR = ("chosen", "rejected")
 _LONGEST_LINE = 200
 """Characters of a line that may be an answer as it is; a longer one is a solution."""
@@ -54,6 +56,9 @@ class Picked(NamedTuple):
 def pick(row: Mapping[str, Any], where: str, keys: Keys) -> Picked:
     """The columns of a row; raises DataError at `where` if it has no prompt, or two, or lacks a column that is named."""
     input_key = _input_key(row, where, keys)
+    if shown := next((key for key in NO_TEXT if isinstance(row.get(key), str | list | dict) and row[key]), None):
+        expected = f"prompts of text alone: no model would see what is in the column `{shown}`"
+        raise DataError(f"{where} {shown}", f"{row[shown]!r:.80}", expected, "leave these rows out, or drop the column")
     label_key, label = None, None
     for key in LABELS if keys.label is None else (keys.label,):
         found, value = _at(row, key)

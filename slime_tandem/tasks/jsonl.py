@@ -193,7 +193,11 @@ def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[P
     turns = _sharegpt(picked.input, f"{where} {key}") if key == "conversations" else picked.input
     messages = parse_messages(turns, f"{where} {key}", may_be_text=key not in ("messages", "conversations"))
     label_key, given, metadata = picked.label_key, picked.label, picked.metadata
-    if messages[-1].role == "assistant" and len(messages) > 1:
+    if not any(message.content.strip() for message in messages):
+        raise DataError(f"{where} {key}", turns, "a turn with text", "write the prompt, or leave the row out")
+    if all(message.role == "assistant" for message in messages):
+        raise DataError(f"{where} {key}", turns, "a turn that the assistant answers", "add the user's turn")
+    if messages[-1].role == "assistant":
         messages, last = messages[:-1], messages[-1].content
         if "last_turn" in metadata:
             expected = "no such key beside a last turn of the assistant, which is kept there"
@@ -243,7 +247,9 @@ def _label(value: Any, key: str, where: str, needed: bool, answer: AnswerKind | 
 def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
     if not fine:
-        raise DataError(where, label, "a non-empty string or a number", "add the right answer")
+        whole = "give one answer; a list or an object under another name reaches a reward of your own (tasks[].reward) whole"
+        remedy = whole if isinstance(label, list | dict) else "add the right answer"
+        raise DataError(where, label, "a non-empty string or a number", remedy)
     if not kinds.fits(str(label), answer):
         expected = f"a label that is {answer}, as tasks[].answer says"
         raise DataError(where, label, expected, "correct the label, or set tasks[].answer to text")
@@ -296,7 +302,12 @@ def parse_messages(value: Any, where: str, *, may_be_text: bool) -> tuple[Messag
         if turn["content"] is None and turn.get("tool_calls"):  # as OpenAI's API has turns that call tools
             turn = turn | {"content": ""}
         if not isinstance(turn["content"], str):
-            raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", "correct this turn")
+            remedy = (
+                "write its text as one string; images are not read"
+                if isinstance(turn["content"], list)
+                else "correct it"
+            )
+            raise DataError(f"{where}.{i}", turn, "an object with text `role` and `content`", remedy)
         if turn["role"] not in _ROLES:
             raise DataError(f"{where}.{i}.role", turn["role"], f"one of {', '.join(_ROLES)}", "correct the role")
         messages.append(Message.of(turn))

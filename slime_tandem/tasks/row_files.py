@@ -18,10 +18,12 @@ import itertools
 import math
 import os
 import shutil
+import stat
 import tempfile
 import weakref
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,24 +73,64 @@ def open_rows(path: Path) -> Rows:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes[-1:] == [".gz"]
     kind = "".join(suffixes[-2:-1] if packed else suffixes[-1:])
+    read = _READERS.get(kind, _lines)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe waits for its writer
+            expected = "a file: rows are read again from any place of it, which a pipe or a device cannot do"
+            raise DataError("path", str(path), expected, "write what comes out of it into a file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if packed:
                 digest = _digest(file)
-                with tempfile.TemporaryFile() as plain, gzip.open(path, "rb") as unpacked:
-                    shutil.copyfileobj(unpacked, plain, _CHUNK)
-                    plain.flush()
-                    plain.seek(0)
-                    return _READERS.get(kind, _lines)(plain, Source(str(path), size, digest))
-            return _READERS.get(kind, _lines)(file, Source(str(path), size, ""))
+                with tempfile.TemporaryFile() as plain:
+                    _unpack(path, plain)
+                    _refuse_other(plain, str(path), kind)
+                    return read(plain, Source(str(path), size, digest))
+            _refuse_other(file, str(path), kind)
+            return read(file, Source(str(path), size, ""))
     except FileNotFoundError:
         raise DataError("path", str(path), "an existing file", "check tasks.*.path") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         expected = f"a readable file of UTF-8 text, Parquet, or gzip of these ({why})"
         remedy = "give JSON lines, JSON, CSV or Parquet; the extension says which"
         raise DataError("path", str(path), expected, remedy) from None
+
+
+_MARKS = {
+    b"PAR1": ("Parquet", "name it .parquet"),
+    b"\x1f\x8b": ("gzip", "let its name end with .gz, as in rows.jsonl.gz"),
+    b"PK\x03\x04": ("zip (as .xlsx, too)", "unpack it, or save the sheet as CSV"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it, or pack it by gzip"),
+    b"\xfd7zXZ\x00": ("xz", "unpack it, or pack it by gzip"),
+    b"BZh": ("bzip2", "unpack it, or pack it by gzip"),
+    b"ARROW1": ("Arrow", "save it as Parquet"),
+    b"\xff\xfe": ("UTF-16 or UTF-32", "save the file as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "save the file as UTF-8"),
+}
+"""What files of other kinds begin with, and what to do; no text of UTF-8 that is a row begins so."""
+
+
+def _refuse_other(file: IO[bytes], name: str, kind: str) -> None:
+    """Raise DataError for a file that is not of the kind that its extension says, where the first bytes tell of which it is."""
+    head = file.read(8)
+    file.seek(0)
+    for mark, (found, remedy) in _MARKS.items():
+        if head.startswith(mark) and (found, kind) != ("Parquet", ".parquet"):
+            expected = f"{_KINDS.get(kind, 'JSON lines')}, as its extension says; it begins as {found} does"
+            raise DataError("path", name, expected, remedy)
+
+
+def _unpack(path: Path, plain: IO[bytes]) -> None:
+    """Write out what is in a file of gzip. Raises DataError for one that is cut off, damaged, or none."""
+    try:
+        with gzip.open(path, "rb") as unpacked:
+            shutil.copyfileobj(unpacked, plain, _CHUNK)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        remedy = "fetch or pack it again; if it is not packed, let its name not end with .gz"
+        raise DataError("path", str(path), f"a whole file of gzip ({error})", remedy) from None
+    plain.flush()
+    plain.seek(0)
 
 
 class _Bytes:
@@ -155,8 +197,18 @@ class _CsvRows:
         where = f"{source.name}:{self._line(first)}"
         if isinstance(names, DataError):
             raise names
+        names = [name.strip() for name in names]
         if not names or len(set(names)) < len(names) or not all(names):
-            raise DataError(where, names, "a row with the columns' names, each once", "name every column")
+            remedy = (
+                "save it without the index (pandas: index=False)" if names[:1] == [""] else "name every column, once"
+            )
+            raise DataError(where, names, "a row with the columns' names, each once", remedy)
+        if any("\0" in name for name in names):
+            raise DataError(where, names, "UTF-8 text, which has no zero bytes here", "save the file as UTF-8")
+        if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+            expected = f"columns with {delimiter!r} between them, not {other!r}"
+            remedy = "name it .tsv" if other == "\t" else "save it with commas between cells"
+            raise DataError(where, names[0], expected, remedy)
         self._names = names
 
     def __len__(self) -> int:
@@ -204,20 +256,34 @@ class _ListRows:
 
 
 class ArrowRows:
-    """Rows of Arrow: `take(number)` gives one as Arrow makes Python of it."""
+    """Rows of Arrow: `take(number)` gives one as Arrow makes Python of it. `names`: of its columns."""
 
-    def __init__(self, count: int, take: Callable[[int], dict[str, Any]], source: Source) -> None:
+    def __init__(
+        self, count: int, take: Callable[[int], dict[str, Any]], source: Source, names: Sequence[str] = ()
+    ) -> None:
+        twice = [name for name, times in Counter(names).items() if times > 1]
+        if twice:
+            expected = f"columns with names of their own; there are several called {', '.join(twice)}"
+            raise DataError("path", source.name, expected, "rename or drop all but one")
         self._count, self._take, self.source = count, take, source
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, number: int) -> Row:
-        where = f"{self.source.name}: row {number + 1}"
-        try:
-            return where, _plain(self._take(number))
-        except ValueError as error:
-            return where, DataError(where, None, f"text, numbers, lists and objects ({error})", "leave it out")
+        where, row = f"{self.source.name}: row {number + 1}", self._take(number)
+        if nulls := [name for name, value in row.items() if value is None]:
+            where += f" (null: {', '.join(nulls)[:80]})"
+        plain = {}
+        for name, value in row.items():
+            try:
+                plain[name] = _plain(value)
+            except ValueError as error:
+                expected = f"text, numbers, lists and objects ({error})"
+                return where, DataError(
+                    f"{where} {name}", f"{value!r:.80}", expected, "leave this column out, or convert it"
+                )
+        return where, {name: value for name, value in plain.items() if value is not None}
 
 
 def _lines(file: IO[bytes], source: Source) -> Rows:
@@ -252,6 +318,8 @@ def _refuse_object(file: IO[bytes], source: Source) -> None:
     try:
         value = parse_json(text.removeprefix(_BOM))
     except ValueError:  # several lines, or broken: each line says why
+        return
+    if not isinstance(value, dict):  # a line of its own says that it is no object
         return
     held = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
     if len(held) == 1 and held[0] not in _TURNS:
@@ -349,7 +417,7 @@ def _parquet(file: IO[bytes], source: Source) -> Rows:
                 for batch in packed.iter_batches(batch_size=_BATCH):
                     out.write_batch(batch)
             opened = pyarrow.ipc.open_file(pyarrow.memory_map(plain.name))
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         why = str(error).split("\n")[0][:200]
         raise DataError("path", source.name, f"a readable Parquet file ({why})", "restore the file") from None
     batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]  # of the memory map: no bytes are read
@@ -360,7 +428,7 @@ def _parquet(file: IO[bytes], source: Source) -> Rows:
         row: dict[str, Any] = batches[i].slice(number - firsts[i], 1).to_pylist()[0]
         return row
 
-    return ArrowRows(firsts[-1], take, source._replace(digest=digest))
+    return ArrowRows(firsts[-1], take, source._replace(digest=digest), opened.schema.names)
 
 
 _READERS: dict[str, Callable[[IO[bytes], Source], Rows]] = {
@@ -369,6 +437,7 @@ _READERS: dict[str, Callable[[IO[bytes], Source], Rows]] = {
     ".tsv": _tsv,
     ".parquet": _parquet,
 }
+_KINDS = {".json": "JSON", ".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet"}
 
 
 def _object(value: Any, where: str, line: bytes) -> dict[str, Any] | DataError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def test_files_in_their_owners_dialects(
     assert told in found.notes[0], found.notes
 
 
+def two_columns(name: str) -> bytes:
+    """Parquet with two columns of one name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["4"])], names=[name, name, "label"]), sink)
+    return bytes(sink.getvalue())
+
+
+def damaged(file: bytes) -> bytes:
+    """Its footer is whole, its first page is not."""
+    return file[:40] + b"\xff" * 20 + file[60:]
+
+
 REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("sharegpt.jsonl", lambda: lines({"conversations": [{"from": "tool", "value": "x"}]}), {}, "conversations.0=.*role"),
     ("one.jsonl", lambda: lines({"conversations": [{"from": "human", "value": "x"}]}), {}, ":1 label=None"),
@@ -144,10 +160,31 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("head.csv", lambda: b"question,question\na,4\n", {}, ":1=.*each once"),
     ("python.csv", lambda: b"prompt,label\n\"[{'role': 'user', 'content': 'x'}]\",4\n", {}, "messages as JSON"),
     ("latin.csv", lambda: "question,answer\ncaf\xe9,4\n".encode("latin-1"), {}, "UTF-8"),
-    ("cut.jsonl.gz", lambda: gzip.compress(lines(*[GSM8K] * 99))[:-9], {}, "gzip of these"),
-    ("none.jsonl.gz", lambda: lines(GSM8K), {}, "gzip of these"),
+    ("cut.jsonl.gz", lambda: gzip.compress(lines(*[GSM8K] * 99))[:-9], {}, "a whole file of gzip .*fetch or pack it again"),
+    ("none.jsonl.gz", lambda: lines(GSM8K), {}, "whole file of gzip .*not end with .gz"),
     ("none.parquet", lambda: b"PAR1", {}, "a readable Parquet file"),
-    ("image.parquet", lambda: parquet({**GSM8K, "image": b"\x89PNG"}), {}, "row 1.*bytes in a column"),
+    ("image.parquet", lambda: parquet({**GSM8K, "image": b"\x89PNG"}), {}, "row 1 image=.*bytes in a column"),
+    ("nan.parquet", lambda: parquet({"prompt": "a", "label": float("nan")}), {}, "row 1 label='nan'.*nan is no number"),
+    ("null.parquet", lambda: parquet(*({"prompt": text, "label": "4"} for text in ("a", None))), {},
+     r"row 2 \(null: prompt\)=\['label'\]"),
+    ("twice.parquet", lambda: two_columns("prompt"), {}, "several called prompt.*drop all but one"),
+    ("empty.parquet", lambda: b"", {}, "a readable Parquet file"),
+    ("cut.parquet", lambda: damaged(parquet(GSM8K)), {}, "a readable Parquet file .*restore"),
+    ("packed.jsonl", lambda: gzip.compress(lines(GSM8K)), {}, r"begins as gzip does.*\.gz"),
+    ("rows.jsonl", lambda: parquet(GSM8K), {}, r"JSON lines, .*begins as Parquet does.*name it \.parquet"),
+    ("sheet.csv", lambda: b"PK\x03\x04", {}, "CSV, .*begins as zip.*save the sheet as CSV"),
+    ("wide.jsonl", lambda: lines(GSM8K).decode().encode("utf-16"), {}, "begins as UTF-16.*save the file as UTF-8"),
+    ("wide.csv", lambda: "prompt,label\na,4\n".encode("utf-16-be"), {}, ":1=.*UTF-8 text"),
+    ("excel.csv", lambda: b"prompt;label\na;4\n", {}, ":1='prompt;label'.*not ';'.*with commas"),
+    ("index.csv", lambda: b",prompt,label\n0,a,4\n", {}, "index=False"),
+    ("spaces.csv", lambda: b"prompt,label, label\na,4,5\n", {}, "each once"),
+    ("null.json", lambda: b"null", {}, ":1='null'.*a JSON object"),
+    ("number.json", lambda: b"3", {}, ":1='3'.*a JSON object"),
+    ("labels.jsonl", lambda: lines({"prompt": "a", "label": ["1", "2"]}), {}, "label=.*reaches a reward of your own"),
+    ("shown.jsonl", lambda: lines({"prompt": "<image> What?", "label": "4", "images": ["a.png"]}), {}, "images=.*text alone"),
+    ("parts.jsonl", lambda: lines({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}), {}, "images are not read"),
+    ("silent.jsonl", lambda: lines({"messages": [{"role": "user", "content": " "}], "label": 4}), {}, "a turn with text"),
+    ("monologue.jsonl", lambda: lines({"messages": [USER | {"role": "assistant"}], "label": 4}), {}, "add the user's turn"),
 ]  # fmt: skip
 
 
@@ -157,6 +194,17 @@ def test_files_that_are_refused_say_why_and_where(
 ) -> None:
     with pytest.raises(DataError, match=rf"(?s)^{tmp_path / name}.*{says}|path='?{tmp_path / name}.*{says}"):
         read(tmp_path, name, content(), **settings)
+
+
+def test_a_pipe_is_refused_before_it_is_waited_for(tmp_path: Path) -> None:
+    """Opening it would wait for a writer, and there is none."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a file: rows are read again.*into a file"):
+        read_prompts(TaskSpec(family="jsonl", path=str(tmp_path / "a.jsonl")))
+
+
+def test_names_of_csv_columns_are_read_without_the_spaces_around_them(tmp_path: Path) -> None:
+    assert [p.label for p in read(tmp_path, "a.csv", b"prompt, label\na,4\n").prompts] == ["4"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
