@@ -116,6 +116,19 @@ def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> No
                 raise ModelError(f"{os.fspath(path)} {name}", value, f"{least} to {most}", "mend it")
 
 
+def architectures_of(config: Mapping[str, Any], path: str | os.PathLike[str]) -> list[str]:
+    """Names of the classes that a config.json is of; ModelError where it names none: a server then knows no class to load.
+
+    >>> architectures_of({"architectures": []}, "config.json")
+    Traceback (most recent call last):
+    slime_tandem.errors.ModelError: config.json architectures=[]: expected names of the model's classes. Remedy: mend it.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ModelError(f"{os.fspath(path)} architectures", names, "names of the model's classes", "mend it")
+    return names
+
+
 def quantization_of(config: Mapping[str, Any]) -> tuple[str, str | None]:
     """(field, method) of the quantization that a config.json names; the method is None where the weights are whole.
 

@@ -15,7 +15,7 @@ from typing import Any
 from slime_tandem.config import ServedModel
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.models.hf import language_config, quantization_of, read_model_config, require_sizes
+from slime_tandem.models.hf import architectures_of, language_config, quantization_of, read_model_config, require_sizes
 from slime_tandem.models.weight_files import stored_bytes
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
@@ -109,6 +109,7 @@ def in_context(model: Served, how: ServedModel) -> Served:
 def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     raw = read_model_config(folder)
     require_sizes(raw, folder / "config.json")
+    architectures_of(raw, folder / "config.json")  # a server looks for its class by them
     _check_quantization(folder, raw, how, field)
     hf_config = _transformers_config(folder)
     config: Any = language_config(raw) if hf_config is None else hf_config.get_text_config().to_dict()

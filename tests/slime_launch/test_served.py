@@ -66,6 +66,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+CLASSES = {
+    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
 KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, value) x 2 bytes
     "mistral": 4 * 2 * 4 * 4, "gemma3_text": 4 * 2 * 8 * 4, "gemma3": 4 * 2 * 8 * 4, "qwen3_moe": 4 * 2 * 4 * 4,
     "qwen3_next": 1 * 2 * 4 * 4, "qwen3_5_text": 1 * 2 * 4 * 4, "qwen3_5": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4,
@@ -75,7 +81,13 @@ KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, val
 
 def folder_of(path: Path, kind: str, **more: Any) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {}), **more}))
+    tree = {
+        "model_type": kind,
+        "architectures": [CLASSES.get(kind, "SomeonesForCausalLM")],
+        **CONFIGS.get(kind, {}),
+        **more,
+    }
+    (path / "config.json").write_text(json.dumps(tree))
     return path
 
 
