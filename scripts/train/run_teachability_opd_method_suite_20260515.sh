@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# TA-OPD's quick start by its published name: run_method_suite.sh under slime with the published selection, folder and one run a method.
+# TA-OPD's quick start by its published name: run_method_suite.sh under slime with the published selection and folder, one run a
+# method.
 # On PATH it is found from any folder, as `bash run_teachability_opd_method_suite_20260515.sh`. The variables are those of
 # run_method_suite.sh, with other defaults:
 #   BACKEND=slime, RULES=reference, SEEDS=1, TAG=teachability_method_suite_k16_seed1_20260515
