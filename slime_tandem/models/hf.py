@@ -97,6 +97,7 @@ _LARGEST = {
     "num_experts": 2**16,
 }
 _LARGEST |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 2**16)
+_LARGEST["max_position_embeddings"] = 2**40
 _LARGEST |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 2**28)
 
 
@@ -136,8 +137,9 @@ def quantization_of(config: Mapping[str, Any]) -> tuple[str, str | None]:
     ('quantization_config.quant_method', 'mxfp4')
     """
     for prefix, part in (("", config), ("text_config.", language_config(config))):
-        if isinstance(found := part.get("quantization_config"), Mapping):
-            return f"{prefix}quantization_config.quant_method", str(found.get("quant_method", "unnamed"))
+        for name in ("quantization_config", "compression_config"):  # the latter by older compressed-tensors
+            if isinstance(found := part.get(name), Mapping):
+                return f"{prefix}{name}.quant_method", str(found.get("quant_method", "unnamed"))
     return "quantization_config", None
 
 

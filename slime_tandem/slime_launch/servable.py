@@ -68,7 +68,7 @@ def _notes(name: str, file: Path, names: list[str], raw: Mapping[str, Any], sgla
             ]
     if all(sglang.by_transformers(a) for a in names):
         return [f"{name}: SGLang {sglang.version} has no class {names[0]} and serves transformers' implementation"]
-    if "AutoModel" in (raw.get("auto_map") or {}):
+    if isinstance(own := raw.get("auto_map"), Mapping) and "AutoModel" in own:
         return [
             f"{name}: SGLang {sglang.version} has no class {names[0]}; the model's own code (auto_map) is not tried"
         ]
