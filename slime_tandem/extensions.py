@@ -19,11 +19,11 @@ T = TypeVar("T")
 def is_own(name: str) -> bool:
     """Whether a name is of the form `module:attribute`, which no built-in one has.
 
-    >>> is_own("my.rewards:strict"), is_own("word"), is_own("http://127.0.0.1/score")
-    (True, False, False)
+    >>> is_own("my.rewards:strict"), is_own("word"), is_own("http://127.0.0.1/score"), is_own("tip:0.1")
+    (True, False, False, False)
     """
-    module, colon, attribute = name.partition(":")
-    return bool(module and colon and attribute) and not attribute.startswith("//")
+    module, _, attribute = name.partition(":")
+    return bool(module) and all(part.isidentifier() for part in attribute.split("."))
 
 
 def is_url(name: str) -> bool:

@@ -174,7 +174,7 @@ def main() -> int:
         args.junior,
         ServeOptions(dtype=args.dtype),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention)),
+        sglang=Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention, args.senior)),
         log_file=args.log,
     ) as server:
         check = Check(args, server.url)

@@ -43,7 +43,7 @@ from bench_models import QWEN3, SIZES, make_folder
 from tandem_rollout import VARIANTS, make_writers, tandem
 
 from slime_tandem.engines.client import EngineClient
-from slime_tandem.engines.fused.launch import catch_up_of, environment, override_args, write_tables
+from slime_tandem.engines.fused.launch import environment, override_args, write_tables
 from slime_tandem.engines.processes import DIRECT
 from slime_tandem.engines.sglang import free_port
 from slime_tandem.models.tokenizer import ModelTokenizer
@@ -496,7 +496,7 @@ def main() -> None:
                     junior_folder=None,
                     tables=work / "tables.npy",
                     tables_sha256=digest,
-                    catch_up=catch_up_of(attention),
+                    catch_up={} if attention == "catch_up" else None,
                 )
                 with served(args, work / senior, logs / f"{senior}+{junior}-{attention}.log", override) as url:
                     measure(args, url, f"{NAMES[attention]} {senior}+{junior}", rule, rows)

@@ -145,7 +145,7 @@ def main() -> int:
         asyncio.run(soak.run())
     else:
         flags = ("--max-total-tokens", str(args.pool), "--schedule-conservativeness", "0.05")
-        sglang = Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention))
+        sglang = Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention, args.senior))
         options = ServeOptions(dtype=args.dtype)
         with FusedServer(args.senior, args.junior, options, tables=tables, sglang=sglang, log_file=args.log) as server:
             args.url = server.url

@@ -68,7 +68,7 @@ JOBS: dict[str, Job] = {
 
 def sglang(folder: Path, python: str, logs: Path) -> SglangProcess:
     return SglangProcess(
-        folder, python=python, log_file=logs / f"{folder.name}.log", extra_args=SGLANG_ARGS, start_timeout_s=600
+        folder, python=python, log_file=logs / f"{folder.name}.log", extra_args=SGLANG_ARGS, start_timeout_s=1800
     )
 
 
@@ -101,7 +101,8 @@ def difference(url: str, folder: Path) -> float:
 def why(log: Path, error: TandemError) -> str:
     """The last error in a server's log, in a line."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    found = [line.strip() for line in lines if ("Error" in line or "not supported" in line) and "Traceback" not in line]
+    marks, chatter = ("Error", "not supported"), ("Traceback", "Warning")
+    found = [x.strip() for x in lines if any(m in x for m in marks) and not any(c in x for c in chatter)]
     return (found[-1] if found else error.what)[-240:]
 
 

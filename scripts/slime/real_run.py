@@ -309,7 +309,7 @@ def fused_flags(a, env, section):
         roster.folders["junior"],
         roster.fused_tables(),
         a.work / "fused",
-        catch_up_of(config.engine.fused_attention),
+        catch_up_of(config.engine.fused_attention, roster.folders["senior"]),
     )
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = variables["SGLANG_EXTERNAL_MODEL_PACKAGE"]
     return flags

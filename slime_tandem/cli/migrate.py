@@ -75,8 +75,9 @@ def _settings(args: argparse.Namespace) -> int:
     if len(args.files) > 1 or args.write:
         raise ConfigError("--settings", f"{len(args.files)} files", "one file, without --write", "call it for each")
     path = args.files[0]
+    text = read_text(path, "TandemConfig")
     try:
-        tree = load_yaml(read_text(path, "TandemConfig"))  # JSON is YAML
+        tree = load_yaml(text)  # JSON is YAML
     except ValueError as error:
         raise ConfigError(str(path), str(error), "JSON or YAML", "correct it first") from None
     found = tandem_settings(tree)

@@ -32,7 +32,7 @@ def add(commands: flags.Commands) -> None:
     )
     parser.add_argument(
         "--fused-attention",
-        choices=("every_step", "catch_up"),
+        choices=("auto", "every_step", "catch_up"),
         default=EngineConfig().fused_attention,
         help="with --fused: engine.fused_attention (default: %(default)s)",
     )
@@ -84,7 +84,7 @@ def _run_fused(args: argparse.Namespace, key: str | None) -> int:
         junior,
         ServeOptions.from_args(args, key),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra, catch_up_of(args.fused_attention)),
+        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra, catch_up_of(args.fused_attention, senior)),
         log_file=None,
     )
     try:

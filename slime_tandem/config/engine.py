@@ -42,11 +42,11 @@ class EngineConfig(Section):
         description="fused: senior and junior decode inside one SGLang server, at about the cost of both models "
         "(docs/fused.md); the teacher keeps a server of its own",
     )
-    fused_attention: Literal["every_step", "catch_up"] = Field(
-        "catch_up",
+    fused_attention: Literal["auto", "every_step", "catch_up"] = Field(
+        "auto",
         description="mode fused: catch_up: a model reads a sequence's KV when it writes it, and catches up in the same read "
         "on what the other one wrote; every_step: both models read every sequence in every step (docs/fused.md says where "
-        "which pays)",
+        "which pays); auto: catch_up where the heads are of a size that it takes",
     )
     sglang_python: str | None = Field(
         None, description="mode fused: the Python that has SGLang; null: the variable SLIME_TANDEM_SGLANG_PYTHON"

@@ -5,6 +5,7 @@ Its names are those of the naming authority's target column, or the old ones (`m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from slime_tandem.config.load import load_yaml
 from slime_tandem.config.migrate import migrate_tree
 from slime_tandem.errors import ConfigError
+from slime_tandem.files import parse_json
 from slime_tandem.strategies import STRATEGIES
 
 Read = Callable[[Any], Any]
@@ -72,7 +74,8 @@ class Found:
 
 
 def tandem_settings(tree: Any) -> Found:
-    """The TandemConfig in a tree (at any depth, or as overrides `a.b.tandem.prob_senior=0.5` in a list), as settings that load.
+    """The TandemConfig in a tree (at any depth, as JSON in a string, or as overrides `a.b.tandem.prob_senior=0.5` in a list),
+    as settings that load.
 
     Raises ConfigError where there is none, or two that differ.
 
@@ -138,3 +141,6 @@ def _blobs(tree: Any) -> Iterator[dict[str, Any]]:
             yield mine
         for value in tree:
             yield from _blobs(value)
+    elif isinstance(tree, str) and tree.lstrip().startswith("{"):  # JSON in a string, as `migrate` reads it
+        with contextlib.suppress(ValueError):
+            yield from _blobs(parse_json(tree))

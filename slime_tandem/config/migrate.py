@@ -319,7 +319,7 @@ def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[s
         raise ConfigError(str(path), str(error), "UTF-8 text", "leave it out") from None
     try:
         if kind == ".json":
-            tree, changes = migrate_tree(_json(text, path))
+            tree, changes = migrate_tree(_json(text))
             new = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
         else:
             new, changes = (migrate_yaml if kind in (".yaml", ".yml") else migrate_text)(text)
@@ -334,11 +334,11 @@ def migrate_file(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[s
     return changes, left_alone(new)
 
 
-def _json(text: str, path: Path) -> Any:
+def _json(text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ConfigError(str(path), str(error), "valid JSON", "correct it first") from None
+        raise ConfigError("file", str(error), "valid JSON, without comments", "correct it first") from None
 
 
 def _migrate_torch(path: Path, *, write: bool) -> tuple[list[Change], list[tuple[str, str]]]:

@@ -18,6 +18,8 @@ _QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True}
 _CAUSAL_LM = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _EXPERTS = {"qwen3_moe": "Qwen3MoeForCausalLM"}
 """Mixtures of experts that slime trains by its own conversion and Megatron's own layers."""
+TRAINED = frozenset({*_CAUSAL_LM.values(), *_EXPERTS.values()})
+"""Names of their classes, as `architectures` of a config.json has them."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),

@@ -97,6 +97,7 @@ _LARGEST = {
     "num_experts": 2**16,
 }
 _LARGEST |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 2**16)
+_LARGEST["max_position_embeddings"] = 2**40
 _LARGEST |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim"), 2**28)
 
 
@@ -116,6 +117,19 @@ def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> No
                 raise ModelError(f"{os.fspath(path)} {name}", value, f"{least} to {most}", "mend it")
 
 
+def architectures_of(config: Mapping[str, Any], path: str | os.PathLike[str]) -> list[str]:
+    """Names of the classes that a config.json is of; ModelError where it names none: a server then knows no class to load.
+
+    >>> architectures_of({"architectures": []}, "config.json")
+    Traceback (most recent call last):
+    slime_tandem.errors.ModelError: config.json architectures=[]: expected names of the model's classes. Remedy: mend it.
+    """
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ModelError(f"{os.fspath(path)} architectures", names, "names of the model's classes", "mend it")
+    return names
+
+
 def quantization_of(config: Mapping[str, Any]) -> tuple[str, str | None]:
     """(field, method) of the quantization that a config.json names; the method is None where the weights are whole.
 
@@ -123,8 +137,9 @@ def quantization_of(config: Mapping[str, Any]) -> tuple[str, str | None]:
     ('quantization_config.quant_method', 'mxfp4')
     """
     for prefix, part in (("", config), ("text_config.", language_config(config))):
-        if isinstance(found := part.get("quantization_config"), Mapping):
-            return f"{prefix}quantization_config.quant_method", str(found.get("quant_method", "unnamed"))
+        for name in ("quantization_config", "compression_config"):  # the latter by older compressed-tensors
+            if isinstance(found := part.get(name), Mapping):
+                return f"{prefix}{name}.quant_method", str(found.get("quant_method", "unnamed"))
     return "quantization_config", None
 
 

@@ -60,5 +60,5 @@ def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
         roster.folders["junior"],
         roster.fused_tables(),
         folder,
-        catch_up_of(config.engine.fused_attention),
+        catch_up_of(config.engine.fused_attention, roster.folders["senior"]),
     )

@@ -1,9 +1,10 @@
-"""Asks slime's own argument parser whether it knows our flags, and our hooks whether they would take them.
+"""Asks slime's own argument parser whether it knows our flags, our hooks whether they would take them, SGLang for the models.
 
 slime itself passes over unknown flags in silence, and a hook refuses what does not go with it when it is first called: behind
 the start of engines and trainer. `python -m slime_tandem.slime_launch.real_parser FLAGS` says both before, and starts nothing.
 It runs in the environment that trains: PYTHONPATH names slime and Megatron-LM. Exit code 0, or 2 with the flags that no parser
-knows or the one that is refused; 3 where slime cannot be imported, with what is missing.
+knows, the one that is refused, or the model that this SGLang cannot serve; 3 where slime cannot be imported, with what is
+missing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from slime_tandem.errors import TandemError
 from slime_tandem.slime_hooks import before
 from slime_tandem.slime_hooks.refused import KEY, check_flags
 from slime_tandem.slime_hooks.settings import build, scores_itself
+from slime_tandem.slime_launch.servable import check_architectures
 
 
 def parse(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -46,11 +48,12 @@ def parse(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, modes.parse_known_args(rest)[1]
 
 
-def ask_hooks(args: argparse.Namespace) -> None:
-    """Raise the ConfigError with which our hooks would meet these arguments; nothing where no file names our settings."""
+def ask_hooks(args: argparse.Namespace) -> list[str]:
+    """Raise the error with which our hooks or SGLang's engines would meet these arguments; else the notes on the models that
+    slime serves. Nothing where no file names our settings."""
     file = getattr(args, "custom_config_path", None)
     if file is None or KEY not in (tree := read_yaml_mapping(Path(file))):
-        return
+        return []
     for name, value in tree.items():  # what slime makes of its arguments before a hook sees them (utils/arguments.py)
         setattr(args, name, value)
     args.use_critic = args.advantage_estimator == "ppo"
@@ -62,6 +65,7 @@ def ask_hooks(args: argparse.Namespace) -> None:
     before.check_servers(args, config)
     before.check_shared_gpus(args)
     before.check_team(config)
+    return check_architectures(config)
 
 
 def main(flags: Sequence[str]) -> int:
@@ -75,7 +79,8 @@ def main(flags: Sequence[str]) -> int:
         print(f"slime knows nothing of: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
-        ask_hooks(args)
+        for note in ask_hooks(args):
+            print(f"note: {note}")
     except TandemError as error:
         print(f"slime_tandem's hooks refuse {error}", file=sys.stderr)
         return 2

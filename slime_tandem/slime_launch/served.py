@@ -15,7 +15,7 @@ from typing import Any
 from slime_tandem.config import ServedModel
 from slime_tandem.errors import ConfigError, ModelError
 from slime_tandem.megatron.architecture import Architecture
-from slime_tandem.models.hf import language_config, quantization_of, read_model_config, require_sizes
+from slime_tandem.models.hf import architectures_of, language_config, quantization_of, read_model_config, require_sizes
 from slime_tandem.models.weight_files import stored_bytes
 from slime_tandem.slime_launch.sizes import PUBLISHED, parameters
 
@@ -109,10 +109,11 @@ def in_context(model: Served, how: ServedModel) -> Served:
 def _of_folder(folder: Path, how: ServedModel, field: str) -> Served:
     raw = read_model_config(folder)
     require_sizes(raw, folder / "config.json")
+    architectures_of(raw, folder / "config.json")  # a server looks for its class by them
     _check_quantization(folder, raw, how, field)
-    hf_config = _transformers_config(folder)
+    hf_config, fault = _transformers_config(folder)
     config: Any = language_config(raw) if hf_config is None else hf_config.get_text_config().to_dict()
-    weights, why = _weights(folder, raw, hf_config, how, field)
+    weights, why = _weights(folder, raw, hf_config, fault, how, field)
     notes = [] if why is None else [f"weights {why}"]
     if raw.get("model_type") in _TEXT_ALONE:
         notes.append("SGLang 0.5.15 has no class of this text model alone, only of the whole one with its eyes")
@@ -153,7 +154,7 @@ def _with_cache(base: Served, config: Mapping[str, Any], size: int, notes: list[
     heads, hidden = base.heads, _whole(config.get("hidden_size"))
     if (latent := _whole(config.get("kv_lora_rank"))) and layers is not None:
         notes.append("KV cache: latents, the same on every GPU of an engine")
-        return replace(base, kv_whole=size * layers * (latent + int(config.get("qk_rope_head_dim") or 0)))
+        return replace(base, kv_whole=size * layers * (latent + (_whole(config.get("qk_rope_head_dim")) or 0)))
     head = _whole(config.get("head_dim")) or (hidden // heads if hidden and heads else None)
     kv_heads = _whole(config.get("num_key_value_heads")) or heads
     if layers is None or head is None or kv_heads is None or (kinds and not attending):
@@ -181,9 +182,9 @@ def _by_interval(config: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _weights(
-    folder: Path, raw: Mapping[str, Any], hf_config: Any, how: ServedModel, field: str
+    folder: Path, raw: Mapping[str, Any], hf_config: Any, fault: str, how: ServedModel, field: str
 ) -> tuple[int, str | None]:
-    """(bytes of the weights, how they were found where that is no count of the files)."""
+    """(bytes of the weights, how they were found where that is no count of the files); `fault`: why there is no `hf_config`."""
     if how.weights_gib is not None:
         return int(how.weights_gib * GIB), None
     size = _BYTES[how.dtype or "bfloat16"]
@@ -197,43 +198,54 @@ def _weights(
             "weights or their index in the folder: config.json does not tell how large quantized ones are",
             f"fetch model.safetensors.index.json, or set {field}.weights_gib",
         )
-    if (count := _count(hf_config)) is not None:
-        return size * count, f"counted from config.json, {size} bytes each: the folder has no weight files"
+    if hf_config is not None:
+        count, fault = _count(hf_config)
+        if count is not None:
+            return size * count, f"counted from config.json, {size} bytes each: the folder has no weight files"
     raise ModelError(
-        str(folder),
+        f"{folder / 'config.json'} model_type",
         raw.get("model_type"),
-        "safetensors files, their index, or a config.json that transformers knows, which say how large the model is",
-        f"set {field}.weights_gib",
+        f"weight files beside it, their index, or a config that transformers loads, which say how large it is ({fault})",
+        f"fetch one of them, mend config.json, or set {field}.weights_gib",
     )
 
 
-def _count(hf_config: Any) -> int | None:
-    """Parameters of a model that transformers knows, without making any; None for one that it does not."""
-    if hf_config is None:
-        return None
+def _count(hf_config: Any) -> tuple[int | None, str]:
+    """(parameters of a model that transformers knows, without making any, or None for one that it does not, and why not)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     # The whole model first: of some kinds (Qwen3.5) transformers has a class of the language model alone, too, and a server
     # loads the other senses as well.
+    fault = ""
     for kind in (AutoModelForImageTextToText, AutoModelForCausalLM):
         try:
             with torch.device("meta"):  # whatever dtype the config names: what is counted has none
                 model = kind.from_config(hf_config, attn_implementation="eager", dtype=torch.bfloat16)
-        except Exception:  # noqa: BLE001, S112 - whatever a modelling file raises: the size is asked for instead
+        except Exception as error:  # noqa: BLE001 - whatever a modelling file raises: the size is asked for instead
+            fault = _line(error)
             continue
-        return sum(int(p.numel()) for p in model.parameters())
-    return None
+        return sum(int(p.numel()) for p in model.parameters()), ""
+    return None, fault
 
 
-def _transformers_config(folder: Path) -> Any:
-    """transformers' config, which knows the defaults that config.json leaves out; None for a kind that it does not know."""
+def _transformers_config(folder: Path) -> tuple[Any, str]:
+    """(transformers' config, which knows the defaults that config.json leaves out, or None for one that it does not load, and
+    why not)."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - config.json is then read as it is
-        return None
+        found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        found.get_text_config().to_dict()  # what a text_config is, is looked at here alone
+    except Exception as error:  # noqa: BLE001 - config.json is then read as it is
+        return None, _line(error)
+    return found, ""
+
+
+def _line(error: Exception) -> str:
+    """The beginning of what transformers says, in a line: it goes on with advice on updates of its own."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _whole(value: object) -> int | None:

@@ -366,6 +366,44 @@ def test_a_migrated_tandem_config_loads(tmp_path: Path, capsys: pytest.CaptureFi
     assert "senior_parallel_config" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("view.json", '{"tandem_config": "{\\"frozen_model\\": \\"J J\\", \\"prob_primary\\": 0.5}"}'),
+        ("hydra.yaml", "- \"+a.tandem.frozen_model='J J'\"\n- a.tandem.prob_primary=0.5\n- ~a.tandem.chunk_size\n"),
+        ("anchors.yaml", "base: &base {frozen_model: J J, prob_primary: 0.5}\nrun: {tandem: {<<: *base}}\n"),
+        ("a b's.yaml", "x:\n- tandem: {frozen_model: 'J J', prob_primary: 0.5}\n"),
+    ],
+)
+def test_a_tandem_config_is_found_however_it_is_written(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert cli.main(["migrate", "--settings", str(tmp_path / name)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {"models": {"junior": "J J"}, "tandem": {"prob_senior": 0.5}}
+
+
+@pytest.mark.parametrize("flags", [[], ["--settings"]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("comments.json", b'{\n  // the junior\n  "frozen_model": "J"}'),
+        ("binary.yaml", b"\xff\xfe"),
+        ("endless.yaml", b"a: &a\n  b: *a\n  frozen_model: J\n"),
+        ("code.yaml", b"frozen_model: !!python/object/apply:os.getcwd []\n"),
+    ],
+)
+def test_what_is_no_file_to_migrate_is_one_line_that_names_it_once(
+    name: str, data: bytes, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(data)
+    assert cli.main(["migrate", *flags, str(file)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (1 if flags else 2), "and the count"
+    assert (said[0].count(name), said[0].count("Remedy")) == (1, 1)
+
+
 def test_the_authors_sentence_strategy_alternates() -> None:
     found = tandem_settings(["+rollout.tandem.selection_strategy=sentence", "+rollout.tandem.prob_primary=0.5"])
     assert found.settings == {"tandem.selection_strategy": "sentence", "tandem.author_schedule": "alternate"}

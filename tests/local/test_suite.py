@@ -99,6 +99,7 @@ def test_every_method_is_a_run_that_can_be(tmp_path: Path) -> None:
         ("", "at least one method:ratio:idx"),
         ("tip", "METHOD_LIST='tip': expected entries method:ratio:idx"),
         ("pure_opd:0.3", "METHOD_LIST='pure_opd:0.3': expected entries method:ratio:idx"),  # as the published script
+        ("tip:0.1:1:2", "METHOD_LIST='tip:0.1': expected a method among"),
         ("pure_opd::10", "entries method:ratio:idx"),
         ("tip:0.1.2:3", "entries method:ratio:idx"),
         ("tip:nan:3", "entries method:ratio:idx"),

@@ -464,6 +464,7 @@ def test_sources_keep_raw_messages_and_are_slimes_in_all_else(tmp_path: Path) ->
     theirs.save(3)
     assert again.sample_offset == theirs.sample_offset
     assert again.get_samples(1)[0][0].index == theirs.get_samples(1)[0][0].index
+    ours.save(3)  # slime's own source has written over it
     Path(args.prompt_data).write_text(Path(args.prompt_data).read_text().replace("a b", "b a"))
     with pytest.raises(DataError, match=r"--prompt-data=.*the rows that the checkpoint's place was counted in"):
         MessagesDataSource(args).load(3)

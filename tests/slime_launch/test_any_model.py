@@ -165,6 +165,7 @@ def test_a_published_pair_of_other_vocabularies_is_planned_by_its_sizes(tmp_path
     teacher = tmp_path / "Qwen3.5-35B-A3B"
     teacher.mkdir()
     config = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}, "vision_config": {}}
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
     (teacher / "config.json").write_text(json.dumps(config))
     found = served(str(teacher), ServedModel(), field="serving.teacher")
     assert 34.5e9 < found.weights / 2 < 35.5e9, "as its name says"

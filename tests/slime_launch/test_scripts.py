@@ -409,6 +409,26 @@ def test_an_interrupt_stops_the_job_and_the_ray(
     assert not alive(int((tmp_path / "ray.pid").read_text()))
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_script_that_is_killed_leaves_no_ray(launch: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+    """No trap sees SIGKILL; what the script started ends all the same, and its port is free."""
+    (tmp_path / "hang").touch()
+    env = {**os.environ, **variables, "DRY_RUN": "0"}
+    script = REPO / "scripts" / "train" / "submit_slime.sh"
+    process = subprocess.Popen(["bash", str(script), str(launch)], env=env, start_new_session=True)
+    wait_until((tmp_path / "submitted").exists)
+    ray = int((tmp_path / "ray.pid").read_text())
+    assert alive(ray)
+    process.kill()
+    assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    wait_until(lambda: not answers(int(variables["DASHBOARD_PORT"])))  # nobody may be there to reap the process itself
+    os.killpg(process.pid, signal.SIGKILL)  # the stand-in's submission, which waits for nothing
+
+
 def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path) -> None:
     """TA-OPD's own variables: the checkpoint is the reference, models, prompts and methods are the job's, no BACKEND."""
     checkpoint = tmp_path / "student-torch-dist"
@@ -433,17 +453,69 @@ def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path)
         assert f"submit_slime.sh {tmp_path}/out/{name}/slime_launch" in done.stdout
 
 
+def published_blocks() -> list[str]:
+    text = (REPO / "docs" / "published.md").read_text()
+    return [block.split("```")[0] for block in text.split("```bash\n")[1:]]
+
+
+def test_the_published_quick_start_word_for_word(variables: dict[str, str], tmp_path: Path) -> None:
+    """The page's own lines in a shell, by the script's published name; models of published sizes in the folders' places."""
+    place = tmp_path / "a b's"  # blanks and quotes go through
+    (place / "data").mkdir(parents=True)
+    (tmp_path / "slime").rename(place / "slime_ta_opd")
+    (tmp_path / "megatron").rename(place / "Megatron-LM")
+    (tmp_path / "data.jsonl").rename(place / "data" / "train.jsonl")
+    checkpoint = place / "student-torch-dist"
+    (checkpoint / "iter_0000001").mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+    (checkpoint / "iter_0000001" / ".metadata").touch()
+    (place / "slime-tandem").symlink_to(REPO)
+    lines = published_blocks()[0]
+    printed = [
+        "cd slime_ta_opd", "export SLIME_DIR=$PWD", "export STUDENT_HF=/path/to/student-hf",
+        "bash run_teachability_opd_method_suite_20260515.sh",
+    ]  # fmt: skip
+    assert set(printed) <= set(lines.splitlines()), "as its README has them"
+    script = lines.replace("/path/to/teacher-hf", "qwen3-8B").replace("/path/to/student-hf", "qwen3-1.7B")
+    script = "set -e\nHERE=$PWD\n" + script.replace("/path/to", '"$HERE"')
+    # The published second list, in the same shell.
+    script += 'export NUM_ROLLOUT=50\nexport METHOD_LIST="pure_opd:1.0:10 teachability:0.10:20 tip:0.10:30"\n'
+    script += "bash run_teachability_opd_method_suite_20260515.sh\n"
+    unset = {"SLIME_DIR", "MEGATRON_LM_DIR", "OUTPUT_ROOT", "PROMPT_DATA", "SENIOR_MODEL", "JUNIOR_MODEL"}
+    env = {name: value for name, value in {**os.environ, **variables}.items() if name not in unset}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=place, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    suite = place / "outputs" / "slime_opd" / "teachability_method_suite_k16_seed1_20260515"
+    launched = [shlex.split(line)[2] for line in done.stdout.splitlines() if line.startswith("bash ")]
+    names = ("010-pure_opd-1", "020-teachability-0.1", "030-entropy-0.1", "040-teachability_entropy-0.1", "050-tip-0.1")
+    names += ("010-pure_opd-1", "020-teachability-0.1", "030-tip-0.1")
+    assert launched == [str(suite / f"{name}-seed1" / "slime_launch") for name in names]
+    words = [shlex.split(line) for line in done.stdout.splitlines() if "--ref-load" in line]
+    assert [line[line.index("--ref-load") + 1] for line in words] == [str(checkpoint)] * 8
+    assert not suite.exists(), "a dry run"
+
+
+def test_by_its_published_name_the_selection_is_the_published_one(run: Run, tmp_path: Path) -> None:
+    name = "run_teachability_opd_method_suite_20260515.sh"
+    models = {"STUDENT_HF": "qwen3-1.7B", "TEACHER_MODEL": "qwen3-8B", "METHOD_LIST": "tip:0.1:5"}
+    done = run(name, SEED_LABEL="seed7", OPD_EXACT_CMASS="1", **models)
+    assert done.returncode == 0, f"a variable of the published selection alone: {done.stderr}"
+    assert f"{tmp_path}/out/teachability_method_suite_k16_seed1_20260515/005-tip-0.1-seed7/slime_launch" in done.stdout
+    for changes in ({"SEED_LABEL": "first"}, {"SEED_LABEL": "seed1", "SEEDS": "0 1"}):
+        done = run(name, **models, **changes)
+        assert (done.returncode, done.stderr.split("=")[0]) == (2, "SEED_LABEL"), "it would change nothing"
+
+
 def test_the_published_quick_start_as_it_is_printed_is_refused_by_name(run: Run) -> None:
-    done = run("run_method_suite.sh", STUDENT_HF="/path/to/student-hf", TEACHER_MODEL="/path/to/teacher-hf")
-    assert (done.returncode, "STUDENT_HF=/path/to/student-hf: expected a Hugging Face folder" in done.stderr) == (
-        2,
-        True,
-    )
-    done = run("run_method_suite.sh", STUDENT_HF="qwen3-4B", TEACHER_MODEL="qwen3-8B", STUDENT_TORCH_DIST="/path/to/x")
-    assert (done.returncode, "STUDENT_TORCH_DIST=/path/to/x: expected a Megatron checkpoint" in done.stderr) == (
-        2,
-        True,
-    )
+    for script in ("run_method_suite.sh", "run_teachability_opd_method_suite_20260515.sh"):
+        done = run(script, STUDENT_HF="/path/to/student-hf", TEACHER_MODEL="/path/to/teacher-hf")
+        assert done.returncode == 2
+        assert "STUDENT_HF=/path/to/student-hf: expected a Hugging Face folder" in done.stderr
+        done = run(script, STUDENT_HF="qwen3-4B", TEACHER_MODEL="qwen3-8B", STUDENT_TORCH_DIST="/path/to/x")
+        assert done.returncode == 2
+        assert "STUDENT_TORCH_DIST=/path/to/x: expected a Megatron checkpoint" in done.stderr
 
 
 def test_the_papers_tandem_recipe_is_planned(run: Run) -> None:

@@ -66,6 +66,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+CLASSES = {
+    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
 KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, value) x 2 bytes
     "mistral": 4 * 2 * 4 * 4, "gemma3_text": 4 * 2 * 8 * 4, "gemma3": 4 * 2 * 8 * 4, "qwen3_moe": 4 * 2 * 4 * 4,
     "qwen3_next": 1 * 2 * 4 * 4, "qwen3_5_text": 1 * 2 * 4 * 4, "qwen3_5": 1 * 2 * 4 * 4, "gpt_oss": 4 * 2 * 4 * 4,
@@ -75,7 +81,13 @@ KV = {  # bytes of a token on one GPU: layers x KV heads x head size x (key, val
 
 def folder_of(path: Path, kind: str, **more: Any) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {}), **more}))
+    tree = {
+        "model_type": kind,
+        "architectures": [CLASSES.get(kind, "SomeonesForCausalLM")],
+        **CONFIGS.get(kind, {}),
+        **more,
+    }
+    (path / "config.json").write_text(json.dumps(tree))
     return path
 
 
@@ -137,7 +149,12 @@ def test_an_index_alone_says_how_large_the_weights_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_hidden_layers": 10**9}, {"num_attention_heads": 0}, {"text_config": {"vocab_size": -1}}],
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 0},
+        {"text_config": {"vocab_size": -1}},
+        {"max_position_embeddings": 0},
+    ],
     ids=lambda c: str(c)[:30],
 )
 def test_a_number_that_is_no_size_is_refused_before_anybody_builds_with_it(
@@ -145,6 +162,49 @@ def test_a_number_that_is_no_size_is_refused_before_anybody_builds_with_it(
 ) -> None:
     folder = folder_of(tmp_path / "model", "mistral", **changes)
     with pytest.raises(ModelError, match=r"expected 1 to \d+"):
+        asked(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": None}, r"model_type=None: expected .*The checkpoint you are trying to load"),
+        ({"num_hidden_layers": "4"}, r"'num_hidden_layers' expected int, got str \(value: '4'\)"),
+        ({"layer_types": ["full_attention"]}, r"`num_hidden_layers` \(4\) must be equal"),
+        ({"text_config": [1]}, "'list' object has no attribute"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"Missing required keys in `rope_parameters`.*factor"),
+        ({"rope_theta": "1e6"}, "unsupported operand"),
+        ({"quantization_config": [1]}, "'list' object has no attribute"),
+        ({"dtype": "float7"}, "float7"),
+    ],
+    ids=lambda case: str(case)[:30],
+)
+def test_a_config_that_transformers_does_not_load_is_refused_with_its_reason(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "a b's", "mistral", **changes)
+    with pytest.raises(ModelError, match=said) as caught:
+        asked(folder)
+    assert "\n" not in str(caught.value)
+    assert "set serving.teacher.weights_gib" in str(caught.value)
+    assert asked(folder, ServedModel(weights_gib=0.5, kv_bytes_per_token=10)).weights == 2**29, "SGLang may know it"
+
+
+@pytest.mark.parametrize("names", [None, [], "MistralForCausalLM", [None], [""]], ids=str)
+def test_a_config_without_the_names_of_its_classes_is_refused(names: object, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json architectures=.*: expected names of the model's classes"):
+        asked(folder_of(tmp_path / "model", "mistral", architectures=names))
+
+
+def test_a_latents_size_that_is_no_number_is_none(tmp_path: Path) -> None:
+    how = ServedModel(weights_gib=0.5)
+    folder = folder_of(tmp_path / "model", "someones_model", num_hidden_layers=4, kv_lora_rank=12, qk_rope_head_dim="x")
+    assert asked(folder, how).kv_per_token(1) == 4 * 12 * 2
+
+
+def test_older_names_of_a_quantization_are_read(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "mistral", compression_config={"quant_method": "compressed-tensors"})
+    with pytest.raises(ModelError, match=r"compression_config\.quant_method='compressed-tensors': expected weights or"):
         asked(folder)
 
 

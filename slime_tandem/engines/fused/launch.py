@@ -250,12 +250,16 @@ class Sglang:
 _SGLANG = Sglang()
 
 
-def catch_up_of(attention: str) -> Mapping[str, int] | None:
-    """`Sglang.catch_up` for a value of `engine.fused_attention`.
+def catch_up_of(attention: str, senior: str | os.PathLike[str]) -> Mapping[str, int] | None:
+    """`Sglang.catch_up` for a value of `engine.fused_attention` and the senior's folder.
 
-    >>> catch_up_of("catch_up"), catch_up_of("every_step")
+    Raises ModelError for a folder that is none.
+
+    >>> catch_up_of("catch_up", "anywhere"), catch_up_of("every_step", "anywhere")
     ({}, None)
     """
+    if attention == "auto":
+        return {} if pair.catches_up(read_config(Path(senior))) else None
     return {} if attention == "catch_up" else None
 
 

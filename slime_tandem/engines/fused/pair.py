@@ -121,16 +121,25 @@ def require_fitting(senior: Mapping[str, Any], junior: Mapping[str, Any]) -> Non
         raise ModelError.gather(faults)
 
 
+def catches_up(senior: Mapping[str, Any]) -> bool:
+    """Whether the kernel of catch-up steps takes heads of this size.
+
+    >>> catches_up({"head_dim": 128}), catches_up({"head_dim": 80})
+    (True, False)
+    """
+    size = head_size(senior)
+    return size >= 16 and not size & (size - 1)
+
+
 def require_catching_up(senior: Mapping[str, Any]) -> None:
     """Raise ModelError unless the heads of a pair that fits are of a size that the kernel of catch-up steps takes.
 
     >>> require_catching_up({"head_dim": 128})
     """
-    size = head_size(senior)
-    if size < 16 or size & (size - 1):
+    if not catches_up(senior):
         raise ModelError(
             "senior.head_dim",
-            size,
+            head_size(senior),
             "a power of two from 16 on: the attention kernel takes such heads",
-            "set engine.fused_attention=every_step",
+            "set engine.fused_attention to auto or every_step",
         )

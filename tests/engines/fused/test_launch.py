@@ -15,7 +15,7 @@ import yaml
 
 from slime_tandem import cli
 from slime_tandem.engines.fused.internals import KNOWN_VERSIONS
-from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang, slime_settings
+from slime_tandem.engines.fused.launch import PYTHON_ENV, FusedServer, Sglang, catch_up_of, slime_settings
 from slime_tandem.engines.serve_options import API_KEY_ENV, ServeOptions
 from slime_tandem.errors import ConfigError, ModelError
 
@@ -65,7 +65,9 @@ def test_the_attention_reaches_slime(config_file: str, tmp_path: Path, capsys: p
     assert cli.main([*argv, "engine.mode=fused", "engine.fused_attention=every_step"]) == 0
     assert '"catch_up": null' in capsys.readouterr().out
     assert cli.main([*argv, "engine.mode=fused"]) == 0
-    assert '"catch_up": {}' in capsys.readouterr().out, "the default"
+    assert '"catch_up": null' in capsys.readouterr().out, "the default: heads of 8 are too small for its kernel"
+    assert cli.main([*argv, "engine.mode=fused", "engine.fused_attention=catch_up"]) == 2
+    assert "head_dim" in capsys.readouterr().err
 
 
 def test_without_a_junior_a_fused_engine_is_refused(
@@ -158,3 +160,13 @@ def test_options_of_the_embedded_server_alone_are_refused(folders: dict[str, Pat
     pair = folders["qwen3-senior"], folders["qwen3-junior"]
     with pytest.raises(ConfigError, match=r"cache_tokens=64: .*FusedServer"):
         FusedServer(*pair, ServeOptions(cache_tokens=64), tables=[], log_file=tmp_path / "log")
+
+
+def test_auto_catches_up_where_the_heads_fit(tmp_path: Path) -> None:
+    found = {}
+    for size in (8, 16, 80, 128):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"head_dim": size, "hidden_size": 64, "num_attention_heads": 4}))
+        found[size] = [catch_up_of(name, folder) for name in ("auto", "every_step")]
+    assert found == {8: [None, None], 16: [{}, None], 80: [None, None], 128: [{}, None]}
