@@ -153,14 +153,10 @@ def _server(value: str) -> str:
 
 
 def http_url(value: str | None) -> str | None:
-    """The URL itself, or None; raises ValueError for anything but an http or https URL with a host, and at most a path.
-
-    A name and password would be left out of the requests: a key goes by `engine.api_key_env`.
-    """
+    """The URL itself, or None; raises ValueError for anything but an http or https URL with a host."""
     try:
         parts = urlsplit(value or "http://none")
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        good = good and parts.username is None and not parts.query and not parts.fragment
     except ValueError:  # a broken IPv6 address, a port that is no number
         good = False
     if value == "" or not good:

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import re
 import ssl
+from base64 import b64encode
 from typing import NamedTuple, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 _MOST_HEAD = 2**16
 """Bytes of an answer's head; beyond them it is none."""
@@ -199,7 +200,11 @@ class Connections:
         self._port = url.port or (443 if self._ssl else 80)
         self._prefix = url.path
         host = url.netloc.rpartition("@")[2]
-        fields = {"Host": host, "Accept": "*/*", "Content-Type": "application/json", **headers}
+        fields = {"Host": host, "Accept": "*/*", "Content-Type": "application/json"}
+        if url.username is not None:
+            named = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()
+            fields["Authorization"] = f"Basic {b64encode(named).decode()}"
+        fields |= headers
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._idle: list[_Channel] = []

@@ -152,3 +152,21 @@ def test_no_more_are_under_way_than_allowed() -> None:
     answers, count, heads = serving(lambda n, h: OK, use, limit=2)
     assert len(answers) == len(heads) == 20
     assert count <= 2
+
+
+def test_a_name_in_the_address_goes_as_a_header_and_a_key_stands_over_it() -> None:
+    def heads_of(user: str, key: dict[str, str]) -> bytes:
+        async def ask(connections: Connections) -> Any:
+            mine = Connections(f"http://{user}127.0.0.1:{connections._port}", key, 0)
+            try:
+                return await mine.ask("GET", "/", None, 5.0)
+            finally:
+                await mine.close()
+
+        _, _, heads = serving(lambda n, h: OK, ask)
+        return bytes(heads[0])
+
+    assert b"Authorization: Basic bWU6c2VjcmV0\r\n" in heads_of("me:secret@", {}), "me:secret, RFC 7617"
+    assert b"@" not in heads_of("me:secret@", {})
+    assert heads_of("me:secret@", {"Authorization": "Bearer k"}).count(b"Authorization") == 1
+    assert b"Authorization" not in heads_of("", {})

@@ -77,7 +77,10 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def roster(**urls: str) -> Any:
     mode, serving = urls.pop("mode", "two_servers"), urls.pop("serving", "")
-    config = RunConfig.load(overrides=["opd.enabled=false", *filter(None, [serving])])
+    overrides = ["opd.enabled=false", f"engine.mode={mode}", *filter(None, [serving])]
+    if mode == "fused":
+        overrides.append("engine.fused_attention=every_step")  # auto would read the senior's config.json
+    config = RunConfig.load(overrides=overrides)
     return SimpleNamespace(
         config=config,
         serving=lambda role: getattr(config.serving, role),
