@@ -108,25 +108,7 @@ start() {
   mkdir -p "$OUTPUT_ROOT"
   setsid "$@" > "$OUTPUT_ROOT/$name.log" 2>&1 &
   started+=("$!")
-  watch "$!"
   wait_for "$name" "$url" "$!"
-}
-
-# watch GROUP: ends a group of ours when this script is killed (SIGKILL), which no trap sees; ends itself with the group.
-watch() {
-  # shellcheck disable=SC2016
-  setsid bash -c '
-    gone() { ! kill -0 -- "-$2" 2> /dev/null; }
-    while kill -0 "$1" 2> /dev/null; do
-      if gone "$@"; then exit; fi
-      sleep 1
-    done
-    kill -TERM -- "-$2" 2> /dev/null
-    for _ in {1..30}; do
-      if gone "$@"; then exit; fi
-      sleep 1
-    done
-    kill -KILL -- "-$2"' watch "$$" "$1" < /dev/null > /dev/null 2>&1 &
 }
 
 # attend COMMAND...: runs it and returns its exit code. Bash runs a trap when the command before it has ended: only a wait is

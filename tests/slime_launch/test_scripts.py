@@ -409,26 +409,6 @@ def test_an_interrupt_stops_the_job_and_the_ray(
     assert not alive(int((tmp_path / "ray.pid").read_text()))
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_a_script_that_is_killed_leaves_no_ray(launch: Path, tmp_path: Path, variables: dict[str, str]) -> None:
-    """No trap sees SIGKILL; what the script started ends all the same, and its port is free."""
-    (tmp_path / "hang").touch()
-    env = {**os.environ, **variables, "DRY_RUN": "0"}
-    script = REPO / "scripts" / "train" / "submit_slime.sh"
-    process = subprocess.Popen(["bash", str(script), str(launch)], env=env, start_new_session=True)
-    wait_until((tmp_path / "submitted").exists)
-    ray = int((tmp_path / "ray.pid").read_text())
-    assert alive(ray)
-    process.kill()
-    assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
-    wait_until(lambda: not answers(int(variables["DASHBOARD_PORT"])))  # nobody may be there to reap the process itself
-    os.killpg(process.pid, signal.SIGKILL)  # the stand-in's submission, which waits for nothing
-
-
 def test_the_published_quick_start_is_what_is_launched(run: Run, tmp_path: Path) -> None:
     """TA-OPD's own variables: the checkpoint is the reference, models, prompts and methods are the job's, no BACKEND."""
     checkpoint = tmp_path / "student-torch-dist"
