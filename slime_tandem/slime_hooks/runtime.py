@@ -322,6 +322,7 @@ def _roster(config: RunConfig) -> Future[Roster]:
     kept = STATE.manager.roster
     if kept is None or kept[0] is not config:
         STATE.manager.roster = kept = (config, Future[Roster]())
+        kept[1].set_running_or_notify_cancel()  # an event loop that ends while it waits does not cancel it
         threading.Thread(target=_make, args=(kept[1], config), name="slime_tandem roster", daemon=True).start()
     return kept[1]
 
@@ -343,8 +344,10 @@ async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
     routers = {
         name: f"http://{ip}:{port}" for name, (ip, port) in (getattr(args, "sglang_model_routers", None) or {}).items()
     }
-    roster = await asyncio.wrap_future(_roster(config))
-    STATE.manager.roster = None  # another event loop's is another one
+    try:
+        roster = await asyncio.wrap_future(_roster(config))
+    finally:
+        STATE.manager.roster = None  # another event loop's is another one; what failed is tried again
     stack = contextlib.AsyncExitStack()  # until the process ends
 
     async def client(role: str) -> WorkerPool | EngineClient:
