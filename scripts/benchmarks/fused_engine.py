@@ -11,7 +11,9 @@ prompts / repeats); of cells with a prompt of their own the prefill is timed alo
 (`decode_tokens_per_s`). `--attention every_step catch_up` measures the fused engine in both modes of
 `engine.fused_attention`. `--profile 64` also lets SGLang's profiler record ten decode steps of each engine at that
 concurrency. `--two-servers 128` keeps senior and junior up side by side on the card and has them write in tandem, for the
-cells with that many tokens at most. `--repeats` runs every cell several times; the median counts.
+cells with that many tokens at most. `--cards 0 1` gives each of these two servers a card of its own, `--fused-server
+"--tp-size 2"` lets the fused engine have both cards, `--no-solo` leaves the models alone out. `--repeats` runs every cell
+several times; the median counts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +81,23 @@ def table() -> frozenset[int]:
 
 @contextlib.contextmanager
 def served(
-    args: argparse.Namespace, folder: Path, log: Path, override: dict[str, Any] | None, memory: float = 0.8
+    args: argparse.Namespace,
+    folder: Path,
+    log: Path,
+    override: dict[str, Any] | None,
+    memory: float = 0.8,
+    card: str | None = None,
 ) -> Iterator[str]:
     """A running SGLang; its URL. Ends the processes that it started, no others.
 
     `memory`: the share of what is free on the card at its start that weights and pool may take.
+    `card`: the only one that it sees.
     """
     port = free_port("127.0.0.1")
     env = dict(os.environ) if override is None else environment(os.environ, cuda=True)
     env |= {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+    if card is not None:
+        env["CUDA_VISIBLE_DEVICES"] = card
     if args.device == "cpu":
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
     command = [
@@ -116,7 +127,7 @@ def served(
         ]
         command += ["--cuda-graph-max-bs-decode", str(max(at_once for _, at_once, *_ in args.cells))]
     if override is not None:
-        command += ["--json-model-override-args", json.dumps(override)]
+        command += ["--json-model-override-args", json.dumps(override), *args.fused_server.split()]
     command += args.server.split()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
@@ -202,7 +213,7 @@ async def fresh_drive(url: str, jobs: list[GenerateRequest], concurrency: int) -
 async def two_servers(
     args: argparse.Namespace, urls: tuple[str, str], name: str, tokens: TokenBytes, rows: list[dict[str, Any]]
 ) -> None:
-    """The same rule and lengths written by two servers on this card, each cell driven as `engine.tokens_per_request=auto`."""
+    """The same rule and lengths written by two servers, each cell driven as `engine.tokens_per_request=auto`."""
     rule = HandoffRule.of("word", 0.5, CAP, 16, boundary_ids("word", tokens.table, tokens.special))
     async with (
         EngineClient(urls[0], role="senior", timeout_s=1800, max_connections=0) as senior,
@@ -357,7 +368,7 @@ def solo(
     known: set[str] = set()
 
     def measure_once(size: str, url: str) -> None:
-        if size not in known:
+        if size not in known and not args.no_solo:
             known.add(size)
             measure(args, url, size, None, rows)
 
@@ -366,6 +377,13 @@ def solo(
             with served(args, work / size, logs / f"{size}.log", None) as url:
                 measure_once(size, url)
         return
+    if args.cards:
+        for senior, junior in pairs:
+            with both_served(args, work, senior, junior, logs) as urls:
+                asyncio.run(two_servers(args, urls, f"two servers {senior}+{junior}", tokens, rows))
+                measure_once(senior, urls[0])
+                measure_once(junior, urls[1])
+        return
     for senior in dict.fromkeys(senior for senior, _ in pairs):  # its server stays up for all its juniors
         with served(args, work / senior, logs / f"{senior}.log", None, 0.4) as first:
             measure_once(senior, first)
@@ -373,6 +391,25 @@ def solo(
                 with served(args, work / junior, logs / f"{junior}-beside.log", None) as second:
                     asyncio.run(two_servers(args, (first, second), f"two servers {senior}+{junior}", tokens, rows))
                     measure_once(junior, second)
+
+
+@contextlib.contextmanager
+def both_served(
+    args: argparse.Namespace, work: Path, senior: str, junior: str, logs: Path
+) -> Iterator[tuple[str, str]]:
+    """URLs of the senior's and the junior's server, each on a card of its own, started side by side."""
+    servers = [
+        served(args, work / size, logs / f"{role}-{size}-of-its-own.log", None, card=card)
+        for (role, size), card in zip((("senior", senior), ("junior", junior)), args.cards, strict=True)
+    ]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(server.__enter__) for server in servers]
+        wait(starts)
+        for server, start in zip(servers, starts, strict=True):
+            if start.exception() is None:  # one that failed has ended by itself
+                stack.push(server.__exit__)
+        first, second = (start.result() for start in starts)
+        yield first, second
 
 
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
@@ -448,6 +485,9 @@ def main() -> None:
         "--second-turns", nargs="*", default=[], help="cells: also time the first token of a turn behind such responses"
     )
     parser.add_argument("--server", default="", help="more flags of sglang.launch_server, for every server")
+    parser.add_argument("--fused-server", default="", help="the same, for the fused engines alone")
+    parser.add_argument("--cards", nargs=2, help="a card for each of --two-servers: the senior's and the junior's")
+    parser.add_argument("--no-solo", action="store_true", help="no model alone")
     parser.add_argument("--solo-attention", default="triton", help="SGLang's attention backend of the solo engines")
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -465,6 +505,8 @@ def main() -> None:
         parser.error(f"--tokenizer {args.tokenizer}: expected a folder with Qwen's tokenizer files")
     if shutil.which(args.sglang_python) is None:
         parser.error(f"--sglang-python {args.sglang_python}: expected an interpreter that can be run")
+    if args.cards and not args.two_servers:
+        parser.error("--cards: expected --two-servers with it, which says for which cells two servers are started")
     if args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: expected a file in a folder that exists")
     args.second_turns = cells_of(parser, args, "--second-turns", args.second_turns)
