@@ -6,8 +6,8 @@
 
 Every run starts scripts/slime/real_run.py with the same prompts, lengths and samples. The models have random weights
 (scale_models.py); the reward is drawn at random (slime's `--rm-type random`), so that every arm has gradients. The table has
-medians of the steps behind `--warmup`, the JSON every step. Memory is sampled per process (nvidia-smi), CPU seconds of the
-rollout manager by its process.
+medians of the steps behind `--warmup`, the JSON every step. Memory is sampled per process and card (nvidia-smi) and stands
+beside the planner's estimate (step_memory.py), CPU seconds of the rollout manager by its process.
 
 plain: slime's own GRPO. tandem_*: with a junior, on a server of its own or fused. opd: a teacher's sampled-token signal.
 *_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates;
@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 SLIME = REPO / "scripts" / "slime"
+sys.path[:0] = [str(REPO), str(SLIME), str(Path(__file__).parent)]
+
+import real_run  # noqa: E402 - beside this file or in scripts/slime, which are no packages
+import report  # noqa: E402
+from step_memory import Sampler, compared, memory_table  # noqa: E402
+
 SELECTS = ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=8"]
 SAMPLED = ["opd.selection.selector=pure_opd", "opd.selection.ratio=1.0", "opd.selection.top_k=16"]
 REST = [*SELECTS, "opd.selection.missing_mass=rest"]
@@ -64,87 +68,10 @@ PHASES = {
 }
 
 
-class Sampler:
-    """Peak memory of each process on the GPU in MiB, and CPU seconds of the rollout manager's process, read every second."""
-
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
-        self.total = 0
-        self.manager_cpu = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=10)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(1.0):
-            self._memory()
-            self._cpu()
-
-    def _memory(self) -> None:
-        # Another run may have the machine's other cards.
-        cards = os.environ.get("CUDA_VISIBLE_DEVICES")
-        asked = ["nvidia-smi", "--format=csv,noheader,nounits", *(("-i", cards) if cards else ())]
-        for query, keep in (("--query-compute-apps=pid,used_memory", True), ("--query-gpu=memory.used", False)):
-            try:
-                out = subprocess.run([*asked, query], capture_output=True, text=True, timeout=10, check=True).stdout
-            except (OSError, subprocess.SubprocessError):
-                return
-            for line in out.splitlines():
-                fields = [f.strip() for f in line.split(",")]
-                if not keep:
-                    self.total = max(self.total, int(fields[0]))
-                elif fields[-1].isdigit() and (name := _name(fields[0])):
-                    self.peaks[name] = max(self.peaks.get(name, 0), int(fields[-1]))
-
-    def _cpu(self) -> None:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if path.read_bytes().startswith(b"ray::RolloutManager") and _is_ours(path.parent.name):
-                    fields = (path.parent / "stat").read_text().rpartition(")")[2].split()
-                    self.manager_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            except OSError:
-                continue
-
-
-def _is_ours(pid: str) -> bool:
-    """Whether this program started it, through others."""
-    while pid not in ("0", "1", str(os.getpid())):
-        pid = _parent(pid)
-    return pid == str(os.getpid())
-
-
-def _parent(pid: str) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-
-
-def _name(pid: str) -> str | None:
-    """Whose process it is, None of one that has ended.
-
-    SGLang renames its own, so that the command of one of its parents says whose model it serves.
-    """
-    at, commands = pid, []
-    while at not in ("0", "1") and len(commands) < 6:
-        try:
-            commands.append(Path(f"/proc/{at}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            at = _parent(at)
-        except OSError:
-            break
-    for command in commands:
-        for role in ("teacher", "junior"):
-            if f"/{role} " in command and "real_run" not in command:
-                return f"{role}'s server"
-    for part, name in (
-        ("MegatronTrain", "trainer"),
-        ("sglang", "senior's server"),
-        ("SGLangEngine", "senior's server"),
-    ):
-        if any(part in command for command in commands[:2]):
-            return name
-    return "other" if commands else None
+def flags_of(command: list[Any]) -> argparse.Namespace:
+    """What real_run.py makes of a command that starts it."""
+    words = [str(word) for word in command]
+    return real_run.parser().parse_args(words[words.index(str(SLIME / "real_run.py")) + 1 :])
 
 
 def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -158,21 +85,20 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
         a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--no-save", "--no-dump",
         "--context", a.context, "--tokens-per-gpu", a.tokens_per_gpu, "--pool-tokens", a.pool_tokens, "--rm-type", "random",
         "--fraction", a.fraction, "--side-fraction", a.side_fraction, "--limit", a.limit, "--lr", "1e-6",
-        *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags, *a.real_run_flags,
-        *(("--set", *settings) if settings and "--plain" not in flags else ()),
+        *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags,
+        *(("--set", *settings) if settings and "--plain" not in flags else ()), *a.real_run_flags,
     ]  # fmt: skip
     sampler, t0 = Sampler(), time.monotonic()
     code = subprocess.run([str(c) for c in command], check=False).returncode
     sampler.stop()
-    sys.path.insert(0, str(SLIME))
-    import report
-
     log = work / "train.log"
-    steps, _, (_, retries) = report.read(log) if log.exists() else ({}, [], (0, 0))
+    steps, _, (allocated, retries) = report.read(log) if log.exists() else ({}, [], (0, 0))
     kept = [steps[k] for k in sorted(steps) if k >= a.warmup and "perf/step_time" in steps[k]]
     row: dict[str, Any] = {
-        "run": name, "code": code, "seconds": round(time.monotonic() - t0), "steps": len(kept), "memory_mib": sampler.peaks,
-        "memory_total_mib": sampler.total, "retries": retries, "manager_cpu_s": round(sampler.manager_cpu, 1),
+        "run": name, "code": code, "seconds": round(time.monotonic() - t0), "steps": len(kept),
+        "memory_mib": sampler.by_name(), "memory_total_mib": max(sampler.totals.values(), default=0),
+        "card_mib": sampler.totals, "memory": compared(flags_of(command), sampler, allocated),
+        "retries": retries, "manager_cpu_s": round(sampler.manager_cpu, 1),
         **{head: statistics.median(v) if (v := [s[key] for s in kept if key in s]) else None for head, key in PHASES.items()},
         "first rollout s": steps.get(0, {}).get("perf/rollout_time"),
         "every_step": {k: {n: v for n, v in s.items() if isinstance(v, (int, float))} for k, s in steps.items()},
@@ -218,7 +144,9 @@ def main() -> None:
     parser.add_argument("--side-prefill", type=int, default=2048)
     parser.add_argument("--limit", type=float, default=500.0, help="seconds of a run")
     parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument("--real-run-flags", nargs="*", default=[], help="more for real_run.py, e.g. --cpu")
+    parser.add_argument(
+        "--real-run-flags", nargs=argparse.REMAINDER, default=[], help="more for real_run.py, last of all, e.g. --cpu"
+    )
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     t0 = time.monotonic()
@@ -236,8 +164,8 @@ def main() -> None:
         row = measure(a, name)
         rows = [r for r in rows if r["run"] != name] + [row]
         a.out.write_text(json.dumps(rows, indent=1))
-        print(table([row]), flush=True)
-    print(table(rows))
+        print(table([row]), memory_table([row]), sep="\n\n", flush=True)
+    print(table(rows), memory_table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ REPO = Path(__file__).resolve().parents[2]
 HOOKS = "slime_tandem.slime_hooks.hooks"
 
 
-def arguments():
+def parser():
+    """Every flag of this script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("--slime", "--megatron", "--models", "--prompts", "--work"):
         parser.add_argument(name, type=Path, required=True)
@@ -71,7 +72,7 @@ def arguments():
     parser.add_argument("--limit", type=float, default=3600, help="seconds until train.py is ended")
     parser.add_argument("--entry", default="train.py", help="train_async.py with slime's fully_async rollout")
     parser.add_argument("extra", nargs="*", help="more flags for slime, after --")
-    return parser.parse_args()
+    return parser
 
 
 def model_flags(folder, own_layers):
@@ -323,7 +324,7 @@ def wait_for(servers, start):
 
 
 def main():
-    a = arguments()
+    a = parser().parse_args()
     a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
     needed = [a.slime / a.entry, a.megatron / "megatron", a.prompts, *filter(None, [a.eval_prompts])]
     roles = {"senior", *side_roles(a), *(("junior",) if a.fused else ())}
