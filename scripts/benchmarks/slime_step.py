@@ -50,6 +50,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "fused_opd_rest": (["--fused"], REST),
     "fused_opd_deep": (["--fused"], DEEP),
     "fused_opd_selection": (["--fused"], SELECTS),
+    "two_opd": ([], SAMPLED),
     "two_opd_selection": ([], SELECTS),
 }
 """Flags of real_run.py and settings, by the name of a run."""
