@@ -151,7 +151,10 @@ class Runtime:
                 "the raw chat, a junior with another tokenizer has a template of its own",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
+        along = None if evaluation or self.panel is None else self.roster.config.opd.read_along
         options = self.roster.writer_options(prompt, rule, sampling)
+        if along is not None:
+            options = replace(options, tokens_per_request=along)
         if sample.response_length:
             writer = TandemWriter.resume(wire.response_of(sample), options)
         else:
@@ -164,7 +167,13 @@ class Runtime:
             for author, engine in self.engines.items()
         }
         try:
-            response = await write_one(writer, engines, environment=self.roster.environments, aborted=self.aborted)
+            response = await write_one(
+                writer,
+                engines,
+                environment=self.roster.environments,
+                aborted=self.aborted,
+                on_part=self._reader(along) if along else lambda _: None,
+            )
         except EngineUnavailableError:
             raise
         except EngineError as error:
@@ -175,6 +184,20 @@ class Runtime:
         wire.put_response(sample, response, junior_weight=self.roster.config.tandem.junior_token_loss_weight)
         student = self.roster.student
         wire.put_ends(sample, student.tokens.eos_ids, self._chat.markers_in(response))
+
+    def _reader(self, every: int) -> Callable[[TandemWriter], None]:
+        """Has the teachers read each `every` tokens of one response, in a task beside it; none while they read those before."""
+        panel, read = self.panel, 0
+        task: asyncio.Task[None] | None = None
+        assert panel is not None, "opd.read_along"
+
+        def on_part(writer: TandemWriter) -> None:
+            nonlocal read, task
+            if (task is None or task.done()) and len(writer.response_ids) >= read + every and writer.prompt.messages:
+                read = len(writer.response_ids)
+                task = asyncio.get_running_loop().create_task(panel.read_along(writer.part()))
+
+        return on_part
 
     def _shared(self, engine: Engine) -> Engine:
         # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.
