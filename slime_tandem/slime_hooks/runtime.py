@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
-from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks import loop_cost, wire
 from slime_tandem.slime_hooks.client_processes import ClientProcesses, Setup
 from slime_tandem.slime_hooks.heartbeat import Heartbeat
 from slime_tandem.slime_hooks.pool import WorkerPool
@@ -314,23 +313,15 @@ async def connect(args: Any) -> Runtime | ClientProcesses:
 def client_processes(config: RunConfig, gpus: int | None) -> int:
     """How many processes write and score beside the rollout manager: what the settings say, else what the GPUs write.
 
-    A loop is planned to be busy half of its time, with the seconds per million tokens of docs/results/manager-cost.md. A scorer
-    or an environment of one's own stays in one process: nobody knows what it holds.
+    A loop is planned to be busy half of its time, by what was measured (loop_cost.py). A scorer or an environment of one's own
+    stays in one process: nobody knows what it holds.
     """
     given = config.engine.client_processes
     if given is not None:
         return given
     if any(teacher.scorer is not None for teacher in config.opd.teachers) or any(t.environment for t in config.tasks):
         return 0
-    lists = config.opd.enabled and (config.opd.signal != "sampled" or config.opd.list_length > 0)
-    pairs = config.tandem.enabled and config.engine.mode == "two_servers"
-    seconds = 60.0 * lists + 150.0 * pairs + 5.0
-    busy = seconds * _TOKENS_PER_GPU * (gpus or 0) / 1e6
-    return 0 if busy <= 0.5 else math.ceil(busy / 0.5)
-
-
-_TOKENS_PER_GPU = 6000
-"""What a rollout GPU writes a second (docs/results/fused.md)."""
+    return loop_cost.processes(config, gpus or 0)
 
 
 def prepare(args: Any) -> None:
