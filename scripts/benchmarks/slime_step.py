@@ -11,7 +11,9 @@ beside the planner's estimate (step_memory.py), CPU seconds of the rollout manag
 
 plain: slime's own GRPO. tandem_*: with a junior, on a server of its own or fused. opd: a teacher's sampled-token signal.
 *_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates;
-*_deep: bounds out of lists of 64. Rows are kept in OUT: a later call adds runs, `--max-tokens` and `--out` of another length.
+*_deep: bounds out of lists of 64; *_along: the teacher reads each 128 tokens while the next are written. Responses of random
+weights all have `--max-tokens`; `--real-run-flags -- --rollout-stop ght` ends one in 400 tokens.
+Rows are kept in OUT: a later call adds runs, `--max-tokens` and `--out` of another length.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "tandem_two": (["--no-teacher"], []),
     "tandem_fused": (["--fused", "--no-teacher"], []),
     "fused_opd": (["--fused"], SAMPLED),
+    "fused_opd_along": (["--fused"], [*SAMPLED, "opd.read_along=128"]),
     "fused_opd_rest": (["--fused"], REST),
     "fused_opd_deep": (["--fused"], DEEP),
     "fused_opd_selection": (["--fused"], SELECTS),
@@ -62,6 +65,8 @@ PHASES = {
     "weights s": "perf/update_weights_time",
     "step s": "perf/step_time",
     "tok/s/GPU": "perf/tokens_per_gpu_per_sec",
+    "scoring exposed s": "rollout/scoring_exposed_s",
+    "scoring hidden s": "rollout/scoring_hidden_s",
     "loop CPU s": "rollout/loop_cpu_s",
     "loop busy s": "rollout/loop_busy_s",
     "loop blocked s": "rollout/loop_blocked_s",

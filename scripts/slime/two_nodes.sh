@@ -26,6 +26,7 @@ first="$name-1" second="$name-2"
 head="$SUBNET.1"
 groups=()
 made=()
+watcher=""
 
 # shellcheck disable=SC2329 # called by clean
 # end_group GROUP: ends one that was started here.
@@ -47,6 +48,7 @@ left_in() {
 clean() {
   local group namespace
   trap - EXIT INT TERM
+  if [[ -n "$watcher" ]]; then kill "$watcher" 2> /dev/null || true; fi # no group of its own, as it kills groups
   for group in "${groups[@]}"; do end_group "$group"; done
   for namespace in "${made[@]}"; do
     left_in "$namespace"
@@ -98,7 +100,7 @@ if [[ -n "${LOSE_WHEN:-}" ]]; then
     kill -KILL -- "-${groups[0]}" 2> /dev/null || true
     left_in "$second"
   ) &
-  groups+=("$!")
+  watcher=$!
 fi
 code=0
 wait "$command" || code=$?

@@ -150,6 +150,8 @@ start_ray() {
     return
   fi
   export RAY_DASHBOARD="http://127.0.0.1:$DASHBOARD_PORT"
+  # Ray gives each part of its dashboard 30 s. On a busy machine one takes longer: the head then stays, without a dashboard, for ever.
+  export RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT="${RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT:-$SERVER_TIMEOUT}"
   start ray "$RAY_DASHBOARD/api/version" "$SLIME_PYTHON" -m ray.scripts.scripts start --head --block --disable-usage-stats \
     --node-ip-address "$MASTER_ADDR" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
     --dashboard-host 127.0.0.1 --dashboard-port "$DASHBOARD_PORT" "${ray_start_flags[@]}"

@@ -66,6 +66,12 @@ BEFORE_MISUSE: tuple[Rule, ...] = (
         "set these, or opd.enabled=false",
     ),
     Rule(
+        "opd.read_along",
+        lambda c: c.opd.read_along is not None and c.opd.list_length > 0,
+        lambda c: "null with a selection or a bank of tokens, whose lists come of whole responses",
+        "set it, or opd.selection.selector=pure_opd",
+    ),
+    Rule(
         "opd.teacher_temperature",
         lambda c: c.opd.enabled and c.opd.teacher_temperature == "rollout" and c.opd.list_length > 0,
         lambda c: "1 with a selection or a bank of tokens, whose lists of the student are at temperature 1",

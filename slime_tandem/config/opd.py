@@ -251,8 +251,15 @@ class OpdConfig(Section):
     overlap: int | None = Field(
         None,
         ge=1,
-        description="score while others are still being written, as soon as so many responses are finished; null: after all "
-        "(a run then repeats bit for bit)",
+        description="local runtime: score while others are still being written, as soon as so many responses are finished; "
+        "null: after all (a run then repeats bit for bit); slime always scores each response as soon as it is written",
+    )
+    read_along: int | None = Field(
+        None,
+        ge=16,
+        description="slime: a response is written by requests of so many tokens at most, and its teachers score each part "
+        "while the next one is written, so that little is left to score behind its end; null: whole responses, each as soon as "
+        "it is written",
     )
     on_failed_sample: Literal["drop_opd", "drop_sample", "stop"] = Field(
         "drop_opd", description="what happens to a sample whose teacher answer is unusable"
@@ -273,6 +280,7 @@ class OpdConfig(Section):
         Ignored("jsd_beta", lambda s: s.signal != "jsd" and not is_own(s.signal), "signal", "choose jsd"),
         Ignored("clip", lambda s: s.signal != "sampled", "signal", "choose sampled"),
         Ignored("alignment", lambda s: s.signal != "sampled", "signal", "choose sampled"),
+        Ignored("read_along", lambda s: s.signal != "sampled", "signal", "choose sampled"),
         *(
             Ignored(name, lambda s: s.token_bank_dir is None, "token_bank_dir", "set it")
             for name in ("token_bank_format", "token_bank_raw_topk", "token_bank_pair_id")

@@ -95,6 +95,13 @@ class TeacherPanel:
             )
         return found
 
+    async def read_along(self, part: TandemSample) -> None:
+        """Let the teachers of a response that is still written score what is there of it: `score` then asks for the rest alone.
+
+        For log-probs of the sampled tokens: lists come of whole responses. What goes wrong is `score`'s to meet.
+        """
+        await asyncio.gather(*(teacher.read_along(part) for teacher in self.route(part.prompt)))
+
     async def score(
         self, samples: Sequence[TandemSample], senior: Engine | None = None, *, plain: bool = False
     ) -> list[AlignedScores | TeacherScoreError]:

@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -37,6 +37,7 @@ from slime_tandem.distill.candidates import (
 from slime_tandem.distill.conversation import aligner_of, header_only, markup_of, plan, turns_of
 from slime_tandem.errors import (
     DataError,
+    EngineError,
     ModelError,
     TeacherScoreError,
     UnreadRolesError,
@@ -204,6 +205,11 @@ class Teacher:
             raise DataError("student_top", None, expected, "ask the student")
         # Tokenizers release the interpreter's lock: meanwhile the loop follows other responses.
         plans, out = await asyncio.get_running_loop().run_in_executor(_READING, self._plans, samples, scoring)
+        if self._along and not scoring.widest:
+            for i, plan in plans.items():
+                if (before := self._along.pop(samples[i].key, None)) is not None:
+                    async with before.lock:  # a part under way
+                        plans[i] = before.rest_of(plan)
         sent = [i for i in plans if i not in out]
         gate = asyncio.Semaphore(self.concurrency)
 
@@ -226,6 +232,36 @@ class Teacher:
         for i, scores in zip(asked, await self._compare([views[i] for i in asked], scoring, senior), strict=True):
             out[i] = scores
         return [out[i] for i in range(len(samples))]
+
+    @cached_property
+    def _along(self) -> dict[SampleKey, _Read]:
+        """What was scored of responses that are still written."""
+        return {}
+
+    async def read_along(self, part: TandemSample) -> None:
+        """Score what is there of a response that is still written, so that `score` asks for the rest alone.
+
+        The ids of its last words may change with what follows; what was scored counts as far as they are the same. Any failure
+        is left to `score`, which then asks for all.
+        """
+        before = self._along.setdefault(part.key, _Read())
+        while len(self._along) > _MOST_READ:  # responses that were given up
+            self._along.pop(next(iter(self._along)))
+        async with before.lock:
+            plans, failed = await asyncio.get_running_loop().run_in_executor(_READING, self._plans, [part], Scoring())
+            if failed:
+                return
+            before.parts += 1
+            plan = before.rest_of(plans[0])
+            request = replace(plan.request, rid=f"{plan.request.rid}-{before.parts}")
+            try:
+                (result,) = await ask_each(self.engine, [request])
+                if isinstance(result, TeacherScoreError):
+                    return
+                values = response_log_probs(result, plan.text.ids[len(plan.known) :], self.name)
+            except (EngineError, TeacherScoreError):
+                return
+            before.ids, before.log_probs = plan.request.input_ids, np.concatenate((plan.known, values))
 
     def _plans(
         self, samples: Sequence[TandemSample], scoring: Scoring
@@ -250,7 +286,8 @@ class Teacher:
         scoring: Scoring,
         student_top: StudentTop | None,
     ) -> _View:
-        log_probs = response_log_probs(result, plan.text.ids, self.name)
+        rest = response_log_probs(result, plan.text.ids[len(plan.known) :], self.name)
+        log_probs = np.concatenate((plan.known, rest))
         aligned = self.aligner.align(plan.text)
         scores = aligned.scores(log_probs, scoring.policy, sample.log_probs)
         known = top_of(result, len(plan.text.ids), self.name) if scoring.widest else _NONE
@@ -410,6 +447,33 @@ class _Plan:
     request: GenerateRequest
     prompt: list[int]
     text: TeacherText
+    known: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """Log-probs of the text's first ids, scored while the rest was written."""
+
+
+_MOST_READ = 4096
+
+
+@dataclass(eq=False)
+class _Read:
+    """Of one response that is still written: `ids` (prompt and text) of the last part, and log-probs of its text's ids."""
+
+    ids: Sequence[int] = ()
+    log_probs: FloatArray = field(default_factory=lambda: np.zeros(0))
+    parts: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def rest_of(self, plan: _Plan) -> _Plan:
+        """The same, asking for what is not known: the request's ids from the first on that differ, and at least the last."""
+        before, now = np.asarray(self.ids, np.int64), np.asarray(plan.request.input_ids, np.int64)
+        both = min(len(before), len(now))
+        differ = np.flatnonzero(before[:both] != now[:both])
+        same = int(differ[0]) if len(differ) else both
+        n = min(same - len(plan.prompt), len(self.log_probs), len(plan.text.ids) - 1)
+        if n <= 0:
+            return plan
+        request = replace(plan.request, logprob_start_len=plan.request.logprob_start_len + n)
+        return replace(plan, request=request, known=self.log_probs[:n])
 
 
 @dataclass(frozen=True)

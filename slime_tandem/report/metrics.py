@@ -95,6 +95,14 @@ _TABLE = (
     ),
     _step("rollout/loop_cpu_s", "s", "sum over the step", "down", "slime: processor time of that loop's thread"),
     _step(
+        "rollout/scoring_exposed_s",
+        "s",
+        "sum over the step",
+        "down",
+        "slime: while teachers score and nothing is written any more: what distillation adds to the rollout",
+    ),
+    _step("rollout/scoring_hidden_s", "s", "sum over the step", "none", "slime: while teachers score beside writing"),
+    _step(
         "reward/timeouts",
         "responses",
         "sum over the step",

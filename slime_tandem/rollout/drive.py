@@ -48,8 +48,10 @@ async def write_one(
     senior_version: str | None = None,
     environment: Environment | None = None,
     aborted: Aborted = lambda: False,
+    on_part: Callable[[TandemWriter], None] = lambda writer: None,
 ) -> TandemSample:
-    """Write one response, free-running. `engines` maps SENIOR and JUNIOR to an engine.
+    """Write one response, free-running. `engines` maps SENIOR and JUNIOR to an engine; `on_part` hears of each answer that does
+    not end the response (a teacher can read what is there while the rest is written).
 
     With `aborted` the sample may be a part, with the finish reason abort, that `TandemWriter.resume` goes on with. Raises
     EngineError kinds of the engines, WeightVersionError if the senior serves other weights than `senior_version`.
@@ -61,6 +63,8 @@ async def write_one(
         if (aborts := _aborts(author, result, aborts, aborted)) == 0:
             _check_version(author, result, senior_version)
             await _accept(writer, result, environment)
+            if not writer.done:
+                on_part(writer)
     return writer.sample()
 
 

@@ -413,6 +413,10 @@ class TandemWriter:
         self.transcript.fallback_starts.append(len(self.transcript))
         self._open.fallen = True
 
+    def part(self) -> TandemSample:
+        """What is there of a response that is still written, as an aborted one: for who reads along, not to be trained on."""
+        return self.transcript.sample("abort", "", scores=False, kept=False)
+
     def sample(self) -> TandemSample:
         """The finished response. The recorded authorship is proven equal to the recomputed one."""
         assert self.done, "the response is not finished"

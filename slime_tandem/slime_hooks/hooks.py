@@ -7,6 +7,7 @@ inside functions: this module loads without them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_
 from slime_tandem.objective.truncation import Group, Replay, Truncation
 from slime_tandem.slime_hooks import adaptive, passes, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
+from slime_tandem.slime_hooks.beside import Beside
 from slime_tandem.slime_hooks.healing import heal_frozen
 from slime_tandem.slime_hooks.kl_tail import KlTail
 from slime_tandem.slime_hooks.refused import OUR_REWARD
@@ -74,7 +76,8 @@ async def generate_with_junior(
 
 async def _write(args: Any, sample: Any, sampling_params: Mapping[str, Any], *, tandem: bool, evaluation: bool) -> Any:
     team = await runtime.current(args)
-    await team.write(sample, sampling_params, tandem=tandem, evaluation=evaluation)
+    with contextlib.nullcontext() if evaluation else _beside().writing():
+        await team.write(sample, sampling_params, tandem=tandem, evaluation=evaluation)
     key = (evaluation and getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
     if key and wire.failure_of(sample) is not None:
         sample.reward = {key: sample.reward}  # slime looks a sample's reward up under its key, this one's, too
@@ -177,7 +180,16 @@ async def score_sample(args: Any, sample: Any, *, rollout_id: int | None = None,
         return
     if evaluation and not _unasked(sample, _judges(settings(args))):  # without a reward the teachers are the evaluation
         return
-    await (await runtime.current(args)).score(sample)
+    team = await runtime.current(args)
+    with contextlib.nullcontext() if evaluation else _beside().scoring():
+        await team.score(sample)
+
+
+def _beside() -> Beside:
+    if STATE.manager.beside is None:
+        STATE.manager.beside = Beside()
+    count: Beside = STATE.manager.beside
+    return count
 
 
 def log_rollout(
@@ -199,6 +211,7 @@ def log_rollout(
         metrics = {**response_metrics(scored), "rollout/text_markers": markers, **teacher_metrics(scored, ends)}
         metrics |= kl_by_teacher(scored)
         metrics |= part_scalars("rollout", part_means(scored)) | runtime.take_heartbeats()
+        metrics |= _beside().take() if config.opd.enabled else {}
         _report(args, rollout_id, {**metrics, **_past_limits(written), **by_task})
         if rollout_id == 0 and config.objective.reward_coef > 0:
             _warn_if_equal(args, config, scored)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from slime_tandem.protocol import Engine, GenerateRequest, GenerateResult
 from slime_tandem.rollout import rollout_ids
 from slime_tandem.rollout.drive import write_one
 from slime_tandem.rollout.writer import TandemWriter
-from slime_tandem.slime_hooks import wire
+from slime_tandem.slime_hooks import loop_cost, wire
 from slime_tandem.slime_hooks.client_processes import ClientProcesses, Setup
 from slime_tandem.slime_hooks.heartbeat import Heartbeat
 from slime_tandem.slime_hooks.pool import WorkerPool
@@ -151,7 +150,10 @@ class Runtime:
                 "the raw chat, a junior with another tokenizer has a template of its own",
                 "set --data-source-path slime_tandem.slime_hooks.data_source.MessagesDataSource",
             )
+        along = None if evaluation or self.panel is None else self.roster.config.opd.read_along
         options = self.roster.writer_options(prompt, rule, sampling)
+        if along is not None:
+            options = replace(options, tokens_per_request=along)
         if sample.response_length:
             writer = TandemWriter.resume(wire.response_of(sample), options)
         else:
@@ -164,7 +166,13 @@ class Runtime:
             for author, engine in self.engines.items()
         }
         try:
-            response = await write_one(writer, engines, environment=self.roster.environments, aborted=self.aborted)
+            response = await write_one(
+                writer,
+                engines,
+                environment=self.roster.environments,
+                aborted=self.aborted,
+                on_part=self._reader(along) if along else lambda _: None,
+            )
         except EngineUnavailableError:
             raise
         except EngineError as error:
@@ -175,6 +183,20 @@ class Runtime:
         wire.put_response(sample, response, junior_weight=self.roster.config.tandem.junior_token_loss_weight)
         student = self.roster.student
         wire.put_ends(sample, student.tokens.eos_ids, self._chat.markers_in(response))
+
+    def _reader(self, every: int) -> Callable[[TandemWriter], None]:
+        """Has the teachers read each `every` tokens of one response, in a task beside it; none while they read those before."""
+        panel, read = self.panel, 0
+        task: asyncio.Task[None] | None = None
+        assert panel is not None, "opd.read_along"
+
+        def on_part(writer: TandemWriter) -> None:
+            nonlocal read, task
+            if (task is None or task.done()) and len(writer.response_ids) >= read + every and writer.prompt.messages:
+                read = len(writer.response_ids)
+                task = asyncio.get_running_loop().create_task(panel.read_along(writer.part()))
+
+        return on_part
 
     def _shared(self, engine: Engine) -> Engine:
         # Not in evaluations: slime's own generate names no ids, and nothing is scored meanwhile.
@@ -291,23 +313,15 @@ async def connect(args: Any) -> Runtime | ClientProcesses:
 def client_processes(config: RunConfig, gpus: int | None) -> int:
     """How many processes write and score beside the rollout manager: what the settings say, else what the GPUs write.
 
-    A loop is planned to be busy half of its time, with the seconds per million tokens of docs/results/manager-cost.md. A scorer
-    or an environment of one's own stays in one process: nobody knows what it holds.
+    A loop is planned to be busy half of its time, by what was measured (loop_cost.py). A scorer or an environment of one's own
+    stays in one process: nobody knows what it holds.
     """
     given = config.engine.client_processes
     if given is not None:
         return given
     if any(teacher.scorer is not None for teacher in config.opd.teachers) or any(t.environment for t in config.tasks):
         return 0
-    lists = config.opd.enabled and (config.opd.signal != "sampled" or config.opd.list_length > 0)
-    pairs = config.tandem.enabled and config.engine.mode == "two_servers"
-    seconds = 60.0 * lists + 150.0 * pairs + 5.0
-    busy = seconds * _TOKENS_PER_GPU * (gpus or 0) / 1e6
-    return 0 if busy <= 0.5 else math.ceil(busy / 0.5)
-
-
-_TOKENS_PER_GPU = 6000
-"""What a rollout GPU writes a second (docs/results/fused.md)."""
+    return loop_cost.processes(config, gpus or 0)
 
 
 def prepare(args: Any) -> None:

@@ -26,12 +26,13 @@ class ManagerState:
     `installed`: the `runtime.Runtime` that every event loop is to use, None for one each; `running`: the runtime of each loop,
     being made or ready, forgotten with its loop; `heartbeats`: the `heartbeat.Heartbeat` of each; `judges`: the
     `rewarding.Judges` of the configuration; `roster`: a configuration and its `Roster`, being made beside slime's
-    own start.
+    own start; `beside`: the `beside.Beside` of the process, hooks.py's, too.
     """
 
     installed: Any = None
     roster: tuple[RunConfig, Future[Any]] | None = None
     judges: Any = None
+    beside: Any = None
     running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Any]] = field(
         default_factory=weakref.WeakKeyDictionary
     )

@@ -30,6 +30,8 @@ def rollout_metrics(
         "rollout/loop_blocked_s": None,
         "rollout/loop_busy_s": None,
         "rollout/loop_cpu_s": None,
+        "rollout/scoring_exposed_s": None,
+        "rollout/scoring_hidden_s": None,
         "rollout/text_markers": float(sum(count_markers(s.sample) for s in scored)),
         "rollout/accuracy": accuracy(scored),
     }

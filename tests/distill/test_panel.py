@@ -123,6 +123,44 @@ def test_scores_land_on_the_students_positions(include_start: bool) -> None:
     assert (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, -1), "the teacher's full distribution"
 
 
+def test_what_was_read_along_is_not_asked_for_again() -> None:
+    """The student's a b c a | b c <end>: the teacher's last word changes with what follows, its values count up to there."""
+    engine = ScriptedTeacher()
+    teacher, whole = make_teacher(engine), sample(0, [0, 1, 2, 0, 1, 2, 3])
+
+    async def run() -> list[AlignedScores | TeacherScoreError]:
+        await teacher.read_along(sample(0, [0, 1]))
+        await teacher.read_along(sample(0, [0, 1, 2, 0]))
+        return await teacher.score([whole])
+
+    (scores,) = asyncio.run(run())
+    asked = [(r.rid, r.input_ids, r.logprob_start_len) for (r,) in engine.batches]
+    assert asked == [
+        ("score-0-7-0-1", (5, 5, 5, 1), 2),
+        ("score-0-7-0-2", (5, 5, 5, 1, 2, 4), 3),  # "ab" is known
+        ("score-0-7-0", (5, 5, 5, 1, 2, 1, 2, 0), 4),  # "a" became "ab": it is asked for, not "c" before it
+    ]
+    (at_once,) = score(make_teacher(ScriptedTeacher()), [whole])
+    assert isinstance(scores, AlignedScores)
+    assert isinstance(at_once, AlignedScores)
+    assert scores.log_probs.tolist() == at_once.log_probs.tolist()
+    assert not teacher._along
+
+
+def test_a_part_that_fails_is_asked_for_with_the_rest() -> None:
+    engine = ScriptedTeacher(spoil={1: lambda r: dataclasses.replace(r, input_log_probs=())})
+    teacher, whole = make_teacher(engine), sample(3, [0, 1, 2, 3])
+
+    async def run() -> list[AlignedScores | TeacherScoreError]:
+        await teacher.read_along(sample(3, [0, 1]))
+        return await teacher.score([whole])
+
+    (scores,) = asyncio.run(run())
+    assert isinstance(scores, AlignedScores)
+    assert [b[0].logprob_start_len for b in engine.batches] == [2, 2]
+    assert scores.log_probs.tolist() == score(make_teacher(ScriptedTeacher()), [whole])[0].log_probs.tolist()  # type: ignore[union-attr]
+
+
 def test_no_end_of_turn_is_added_to_an_unfinished_response() -> None:
     engine = ScriptedTeacher()
     (scores,) = score(make_teacher(engine), [sample(0, [2, 4])])

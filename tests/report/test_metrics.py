@@ -13,7 +13,7 @@ def test_the_two_kinds_of_row_share_no_name_and_cover_the_table():
     step, evaluation = set(row_keys("step")), set(row_keys("eval"))
     assert not step & evaluation
     assert step | evaluation == set(METRICS)
-    assert len(step) == 105
+    assert len(step) == 107
     assert len(evaluation) == 11
 
 

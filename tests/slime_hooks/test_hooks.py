@@ -559,6 +559,43 @@ def test_a_roster_is_made_once_in_a_thread_and_its_errors_reach_whoever_connects
     assert [c.seed for c, _ in made] == [3], "of another configuration another one"
 
 
+def test_teachers_read_a_response_while_it_is_written(sample_class: Any, scripted: Any) -> None:
+    """Parts of 16 tokens: the first is read while the second is written, and slime's clock of scoring says how long."""
+    senior, read = scripted(1, 0, stop_after=99), []
+    answer = senior.generate
+
+    async def later(requests: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return await answer(requests)
+
+    senior.generate = later
+
+    class Panel:
+        scoring = None
+
+        async def read_along(self, part: Any) -> None:
+            read.append((part.key.sample_index, part.response_ids, part.finish_reason))
+
+        async def score(self, samples: Any, engine: Any) -> list[Any]:
+            await asyncio.sleep(0.02)
+            return [TeacherScoreError("a", "b", "c", "d")]
+
+    made = roster("tandem.enabled=false", "opd.enabled=true", "opd.read_along=16")
+    runtime.use(runtime.Runtime(made, {SENIOR: senior}, Panel(), lambda: False))  # type: ignore[arg-type]
+    settings.use(settings.ANY, made.config)
+    sample = sample_class(index=5, prompt="xy", label="2", metadata={"messages": [{"role": "user", "content": "q"}]})
+    written = generate(Namespace(), sample, max_new_tokens=40)
+    assert [r.max_new_tokens for r in senior.requests] == [16, 16, 8]
+    assert [len(r.input_ids) for r in senior.requests] == [2, 18, 34]
+    assert read == [(5, (1,) * 16, "abort"), (5, (1,) * 32, "abort")]
+    asyncio.run(hooks.score_sample(Namespace(), written))
+    found = STATE.manager.beside.take()
+    assert found["rollout/scoring_exposed_s"] >= 0.02
+    assert found["rollout/scoring_hidden_s"] == 0.0
+    generate(Namespace(), sample_class(prompt="xy", label="2"), max_new_tokens=40)
+    assert len(read) == 2, "a prompt without messages is no teacher's to read"
+
+
 def test_so_many_samples_are_scored_at_once_whoever_asks(sample_class: Any, scripted: Any) -> None:
     """slime scores each sample by a call of its own; `opd.concurrency` requests of `engine.max_batch` are the bound."""
     inside: list[int] = []

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from slime_tandem.config import RunConfig
+from slime_tandem.distill import candidates
 from slime_tandem.slime_launch import scaling
 from slime_tandem.slime_launch.flags import plan
 
@@ -24,13 +25,45 @@ def test_the_table_is_generated() -> None:
 def test_the_managers_table_is_generated_from_what_was_measured() -> None:
     assert scaling.manager_table() in TEXT, "run python -m slime_tandem.slime_launch.scaling"
     measured = (DOCS / "results" / "manager-cost.md").read_text()
-    for what, (alone, loop, theirs) in scaling.MANAGER.items():
+    for what, (alone, beside) in scaling.MANAGER.items():
+        if beside is None:
+            continue
+        loop, theirs = beside
         group = {"fused": "without a teacher", "fused, sampled signal": "with the sampled signal"}.get(
             what, "with exact lists"
         )
         assert re.search(rf"\*\*{group}\*\* \|.*\| {alone:.1f} \|", measured), what
         assert re.search(rf"\| {what} \| 2 \| {loop:.2f} \|", measured), what
         assert what.endswith("lists") or re.search(rf"\| {what} \| 2 \| {loop:.2f} \| {theirs:.2f} \|", measured), what
+    by_request, gathered = (scaling.MANAGER[what][0] for what in ("two servers", "two servers, gathered"))
+    assert f"156 before, {by_request:.0f} now, **{gathered:.0f} gathered**" in " ".join(measured.split())
+
+
+def test_the_teachers_table_is_generated() -> None:
+    assert scaling.teacher_table() in TEXT, "run python -m slime_tandem.slime_launch.scaling"
+    assert scaling.WINDOW == candidates._WINDOW
+
+
+def test_a_teacher_by_hand() -> None:
+    """64 tokens in two windows: 64 ids for the lists, then 32 and 64, on each of two sides."""
+    tokens, d = 2 * 5788, scaling.teacher("exact", 2, 64)
+    assert d.requests_per_s == d.senior_requests_per_s == pytest.approx(tokens / 64 * 3)
+    assert d.id_bytes_per_s == pytest.approx(tokens / 64 * 2 * (64 + 32 + 64) * 7)
+    plain = scaling.teacher("sampled", 2, 64)
+    assert (plain.requests_per_s, plain.senior_requests_per_s) == (pytest.approx(tokens / 64), 0.0)
+    assert plain.gpus == 2  # 11,576 tokens/s over 10,337
+    assert scaling.teacher("lists", 2, 64).requests_per_s == pytest.approx(tokens / 64)
+
+
+def test_a_manager_by_hand() -> None:
+    """64 GPUs in pairs: 32 x 2,376.75 tokens/s; at 63 s a million a loop takes 4.79 cores, ten managers at half load."""
+    d = scaling.manager("two servers", 64)
+    assert d.tokens_per_s == pytest.approx(32 * 9507 / 4)
+    assert d.alone == pytest.approx(63 * 0.076056, rel=1e-4)
+    assert (d.managers_alone, d.loop, d.processes, d.managers) == (10, None, None, None)
+    lists = scaling.manager("fused, exact lists", 8)
+    assert lists.alone == pytest.approx(67.6 * 8 * 5788 / 1e6)
+    assert (lists.managers_alone, lists.processes, lists.managers) == (7, 6, 1)
 
 
 def test_the_measured_numbers_stand_in_the_results() -> None:

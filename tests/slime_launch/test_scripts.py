@@ -28,6 +28,7 @@ FAKE = """#!/usr/bin/env bash
 case "$*" in
   *"ray.scripts.scripts start"*)
     echo "$$" >> HERE/ray.pid
+    echo "$RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT" > HERE/patience
     exec REAL -m http.server --bind 127.0.0.1 --directory HERE/www PORT ;;
   *"ray.scripts.scripts job submit"*)
     printf '%s\\0' "$@" > HERE/submitted
@@ -390,6 +391,7 @@ def test_a_server_that_does_not_answer_ends_it_before_training(run: Run, launch:
     assert "no answer in 4 s: expected an answer from http://127.0.0.1:" in done.stderr
     assert not (tmp_path / "submitted").exists()
     assert not alive(int((tmp_path / "ray.pid").read_text()))
+    assert (tmp_path / "patience").read_text() == "4\n", "Ray's own patience with parts of its dashboard is as long"
 
 
 @pytest.mark.parametrize(("number", "alone"), [(signal.SIGINT, False), (signal.SIGTERM, True)])

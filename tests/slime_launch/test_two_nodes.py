@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slime" / "two_nodes.sh"
+JOB = SCRIPT.with_name("two_nodes_cpu.sh")
 
 
 def call(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -69,3 +71,39 @@ def test_two_nodes_have_addresses_of_their_own_and_nothing_is_left(tmp_path: Pat
     assert namespace.startswith("tandem")
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
     assert not {namespace, namespace.removesuffix("1") + "2"} & set(left)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("SLIME_TANDEM_SLIME_TRAIN"), reason="SLIME_TANDEM_SLIME_TRAIN is not set: half an hour"
+)
+@pytest.mark.skipif(not _namespaces(), reason="no network namespaces here (root and CAP_SYS_ADMIN)")
+def test_the_engines_node_is_lost_and_the_job_goes_on(slime_here, trio, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """slime's train.py with the trainer on the first node and the engine on the second, which is lost behind a checkpoint."""
+    models, prompts = tmp_path / "models", tmp_path / "prompts.jsonl"
+    models.mkdir()
+    for role in ("senior", "junior"):
+        (models / role).symlink_to(getattr(trio, role))
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 ="}], "label": str(i + 1)} for i in range(16)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved = tmp_path / "two-nodes" / "slime" / "latest_checkpointed_iteration.txt"
+    known = {"SLIME_SOURCES": str(slime_here.folder), "MODELS": str(models), "PROMPT_DATA": str(prompts)}
+    known |= {"OUTPUT_ROOT": str(tmp_path), "SUBNET": "10.9.6"}
+
+    def job(**more: str) -> tuple[int, str]:
+        command = ["bash", str(JOB), "cluster.colocate=false", "cluster.trainer_gpus=1"]
+        done = subprocess.run(
+            command, env={**os.environ, **known, **more}, capture_output=True, text=True, timeout=2400
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, log = job(LOSE_WHEN=str(saved))
+    assert code == 1, log[-4000:]
+    assert "the second node is lost now" in log
+    assert re.search(r"bundle +0, .* node: 10\.9\.6\.1,", log), "the trainer's"
+    assert re.search(r"bundle +1, .* node: 10\.9\.6\.2,", log), "the engine's"
+    begun = int(saved.read_text())
+    code, log = job()
+    assert code == 0, log[-4000:]
+    sent = dict(re.findall(r"channels sent (\d+): samples \d+ check-sum (\w+)", log))
+    assert set(sent) == {str(n) for n in range(begun + 1, 3)}
+    assert set(sent.values()) == set(re.findall(r"channels received: tokens \d+ check-sum (\w+)", log))
