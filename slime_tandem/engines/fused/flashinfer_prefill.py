@@ -8,6 +8,7 @@ SGLang's FlashInfer backend. Lengths are known on the host, so that a plan waits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -82,6 +83,7 @@ class Prefill:
             h: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=tuning.paged) for h in distinct
         }
         self._behind = slice(0, 0)
+        self._nothing: torch.Tensor | None = None
 
     def plan(self, new: Sequence[int], cached: Sequence[int], locations: torch.Tensor) -> None:
         """Plan a batch, for every layout: of sequence b `new[b]` tokens, behind `cached[b]` that lie in the pool.
@@ -95,6 +97,10 @@ class Prefill:
         hit = [b for b, n in enumerate(cached) if n]
         first, end = (hit[0], hit[-1] + 1) if hit else (0, 0)
         self._behind = slice(starts[first], starts[end])
+        self._nothing = None
+        if not all(cached[first:end]):
+            rows = [not cached[b] for b in range(first, end) for _ in range(new[b])]
+            self._nothing = self._host(rows, torch.bool).to(self._device, non_blocking=True)
         queries = self._host(starts)
         for heads, ragged in self._ragged.items():
             ragged.plan(
@@ -126,14 +132,17 @@ class Prefill:
         if rows.start == rows.stop:
             return ragged.run(q, k, v)  # type: ignore[no-any-return]
         out, weights = ragged.run(q, k, v, return_lse=True)
-        # Sequences without a prefix among these rows have no keys there: their weight is nil.
         cached, theirs = self._paged[heads].run(q[rows], pool, return_lse=True)
+        if self._nothing is not None:
+            # Of a sequence without keys FlashInfer leaves what its buffers held (fa2, 0.6.12). Its weight is nil.
+            cached.masked_fill_(self._nothing[:, None, None], 0.0)
+            theirs.masked_fill_(self._nothing[:, None], -math.inf)
         self._merge(out[rows], weights[rows], cached, theirs)
         return out  # type: ignore[no-any-return]
 
-    def _host(self, values: Sequence[int]) -> torch.Tensor:
+    def _host(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         pinned = self._device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def located(table: torch.Tensor, slots: torch.Tensor, cached: Sequence[int]) -> torch.Tensor:

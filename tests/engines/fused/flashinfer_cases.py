@@ -53,7 +53,8 @@ def worst(
         for b, (n, m) in enumerate(zip(new, cached, strict=True)):
             rows, where = slice(row, row + n), table[slot[b], :m]
             keys, values = torch.cat([pool[0][where], k[rows]]), torch.cat([pool[1][where], v[rows]])
-            largest = max(largest, float((out[rows].double() - plain(heads, q[rows], keys, values)).abs().max()))
+            error = (out[rows].double() - plain(heads, q[rows], keys, values)).abs().nan_to_num(nan=math.inf)
+            largest = max(largest, float(error.max()))
             row += n
     return largest
 

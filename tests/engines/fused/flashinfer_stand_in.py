@@ -45,7 +45,8 @@ class _Wrapper:
                 f"q {tuple(q.shape)}, k {tuple(k.shape)} where {self.queries[-1]} rows of {self.shape} were planned"
             )
         RUNS.append((self.kind, len(q)))
-        out, weights = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
+        # Of a sequence without keys the real one leaves what its buffers held.
+        out, weights = torch.full_like(q, math.nan), torch.full(q.shape[:2], 50.0)
         for b in range(len(self.queries) - 1):
             rows, seen = slice(*self.queries[b : b + 2]), slice(*self.keys[b : b + 2])
             n, m = rows.stop - rows.start, seen.stop - seen.start
