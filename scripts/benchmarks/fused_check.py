@@ -1,13 +1,15 @@
-"""Is a fused engine right on this machine's device? Authors and log-probs under captured graphs; release and resume.
+r"""Is a fused engine right on this machine's device? Authors and log-probs under captured graphs; release and resume.
 
-    python scripts/benchmarks/fused_check.py SENIOR JUNIOR [--release] [--fused-attention catch_up] [--sglang-python PYTHON]
+    python scripts/benchmarks/fused_check.py SENIOR JUNIOR [--release] [--fused-attention catch_up] \
+        [--fused-prefill flashinfer] [--sglang-python PYTHON]
 
 Tandem responses at several batch sizes, twice (the second time their prompts are cached), against transformers in
 float32; the tests of `tests/engines/fused` do the same on a CPU in more cases, without graphs. SGLang's kernels for GPUs
 take bfloat16 only (`--dtype`): there the yardstick is what bfloat16 costs in transformers on the same responses (`rounding`).
 With --release the server's
 weights and pool are released and resumed as slime's colocation does, then the senior's weights are sent; both models must
-write the same greedy tokens as before. Prints one JSON line; the exit code is 1 if anything is wrong.
+write the same greedy tokens as before. FlashInfer's prefill takes heads of 64, 128 or 256 and no float32. Prints one JSON
+line; the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 BATCHES = (1, 3, 8, 32)
 CAPTURED = "Capture target prefill CUDA graph end"
+FLASHINFER = "prefill attention of the fused engine: FlashInfer"
 
 
 class Check:
@@ -157,6 +160,7 @@ def main() -> int:
     parser.add_argument("--release", action="store_true", help="also release and resume (needs torch-memory-saver)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
     parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
+    parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="triton")
     parser.add_argument("--rounds", type=int, default=1, help="how often the batch sizes are gone through")
     parser.add_argument("--prompt", type=int, default=90, help="longest prompt, tokens")
     parser.add_argument("--new", type=int, default=32, help="tokens per response")
@@ -174,14 +178,20 @@ def main() -> int:
         args.junior,
         ServeOptions(dtype=args.dtype),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args=flags, catch_up=catch_up_of(args.fused_attention, args.senior)),
+        sglang=Sglang(
+            args.sglang_python,
+            args=flags,
+            catch_up=catch_up_of(args.fused_attention, args.senior),
+            prefill=args.fused_prefill,
+        ),
         log_file=args.log,
     ) as server:
         check = Check(args, server.url)
         result = asyncio.run(check.tandem())
         if args.release:
             result |= check.release() | {f"again_{k}": v for k, v in asyncio.run(check.tandem()).items()}
-    result["prefill_graphs"] = CAPTURED in args.log.read_text(errors="replace")
+    log = args.log.read_text(errors="replace")
+    result |= {"prefill_graphs": CAPTURED in log, "flashinfer": FLASHINFER in log}
     print(json.dumps(result))
     return int(not all(right(result, again, args.dtype) for again in ("", "again_")[: 1 + args.release]))
 

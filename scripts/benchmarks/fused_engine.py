@@ -9,11 +9,11 @@ end. The yardstick is (T_senior + T_junior) / T_senior: what two models cost tha
 `--cells 1024@64 8192@16x3 512@48:6000/3` measures these combinations only (tokens @ concurrency x rounds : tokens of the
 prompts / repeats); of cells with a prompt of their own the prefill is timed alone, too, and its time taken off
 (`decode_tokens_per_s`). `--attention every_step catch_up` measures the fused engine in both modes of
-`engine.fused_attention`. `--profile 64` also lets SGLang's profiler record ten decode steps of each engine at that
-concurrency. `--two-servers 128` keeps senior and junior up side by side on the card and has them write in tandem, for the
-cells with that many tokens at most. `--cards 0 1` gives each of these two servers a card of its own, `--fused-server
-"--tp-size 2"` lets the fused engine have both cards, `--no-solo` leaves the models alone out. `--repeats` runs every cell
-several times; the median counts.
+`engine.fused_attention`, `--prefill triton flashinfer` each with both values of `engine.fused_prefill`. `--profile 64` also
+lets SGLang's profiler record ten decode steps of each engine at that concurrency. `--two-servers 128` keeps senior and junior
+up side by side on the card and has them write in tandem, for the cells with that many tokens at most. `--cards 0 1` gives each
+of these two servers a card of its own, `--fused-server "--tp-size 2"` lets the fused engine have both cards, `--no-solo` leaves
+the models alone out. `--repeats` runs every cell several times; the median counts.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ MESSAGE = 32
 """Tokens of a second turn's message."""
 NAMES = {"every_step": "fused", "catch_up": "fused, catching up,"}
 """How the rows of the fused engine are called, by its attention."""
+PREFILLS = ("auto", "triton", "flashinfer")
 PROFILED_STEPS = 10
 KINDS = (
     ("attention", ("attention", "_fwd_", "decode_stage", "flash", "_read", "_merge")),
@@ -412,6 +413,11 @@ def both_served(
         yield first, second
 
 
+def name(attention: str, prefill: str, senior: str, junior: str) -> str:
+    """How the rows of a fused engine are called."""
+    return f"{NAMES[attention]} {senior}+{junior}" + ("" if prefill == "triton" else f", {prefill} prefill")
+
+
 def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> None:
     def speed(engine: str, like: dict[str, Any], prob: float | None = None, of: str = "tokens_per_s") -> float:
         cell = ("new_tokens", "concurrency", "prompt")
@@ -420,14 +426,16 @@ def print_table(pairs: list[tuple[str, str]], rows: list[dict[str, Any]]) -> Non
         return float(found[-1]) if found else float("nan")
 
     print(
-        "| pair | attention | p | prompt | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior | decoding "
-        "alone x | aim | x aim | two servers x |"
+        "| pair | attention, prefill | p | prompt | new | concurrency | senior tok/s | junior tok/s | fused tok/s | x senior "
+        "| decoding alone x | aim | x aim | two servers x |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for senior, junior in pairs:
-        for mode, r in ((m, r) for m in NAMES for r in rows if r["engine"] == f"{NAMES[m]} {senior}+{junior}"):
-            if "new_tokens" not in r:
+        called = {name(m, p, senior, junior): ", ".join((m, p)) for m in NAMES for p in PREFILLS}
+        for r in rows:
+            if r["engine"] not in called or "new_tokens" not in r:
                 continue
+            mode = called[r["engine"]]
             s, j, f = speed(senior, r), speed(junior, r), r["tokens_per_s"]
             cost, aim = s / f, (1 / s + 1 / j) * s
             decoding = speed(senior, r, of="decode_tokens_per_s") / r.get("decode_tokens_per_s", float("nan"))
@@ -470,6 +478,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--attention", nargs="+", choices=tuple(NAMES), default=["every_step"], help="of the fused engine"
+    )
+    parser.add_argument(
+        "--prefill", nargs="+", choices=PREFILLS, default=["triton"], help="engine.fused_prefill of the fused engine"
     )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell of one engine; the median counts")
     parser.add_argument(
@@ -531,7 +542,7 @@ def main() -> None:
         digest = write_tables(work / "tables.npy", [rule.boundary], QWEN3["vocab_size"])
         if args.only != "solo":
             # Before the solo engines: a run that is cut short has what nothing else can give.
-            for (senior, junior), attention in itertools.product(pairs, args.attention):
+            for (senior, junior), attention, prefill in itertools.product(pairs, args.attention, args.prefill):
                 override = override_args(
                     configs[senior],
                     configs[junior],
@@ -539,9 +550,11 @@ def main() -> None:
                     tables=work / "tables.npy",
                     tables_sha256=digest,
                     catch_up={} if attention == "catch_up" else None,
+                    prefill=prefill,
                 )
-                with served(args, work / senior, logs / f"{senior}+{junior}-{attention}.log", override) as url:
-                    measure(args, url, f"{NAMES[attention]} {senior}+{junior}", rule, rows)
+                log = logs / f"{senior}+{junior}-{attention}-{prefill}.log"
+                with served(args, work / senior, log, override) as url:
+                    measure(args, url, name(attention, prefill, senior, junior), rule, rows)
         solo(args, work, pairs, logs, tokens, rows)
         print_table(pairs, rows)
 

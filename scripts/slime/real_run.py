@@ -311,6 +311,7 @@ def fused_flags(a, env, section):
         roster.fused_tables(),
         a.work / "fused",
         catch_up_of(config.engine.fused_attention, roster.folders["senior"]),
+        config.engine.fused_prefill,
     )
     env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = variables["SGLANG_EXTERNAL_MODEL_PACKAGE"]
     return flags

@@ -36,6 +36,12 @@ def add(commands: flags.Commands) -> None:
         default=EngineConfig().fused_attention,
         help="with --fused: engine.fused_attention (default: %(default)s)",
     )
+    parser.add_argument(
+        "--fused-prefill",
+        choices=("auto", "triton", "flashinfer"),
+        default=EngineConfig().fused_prefill,
+        help="with --fused: engine.fused_prefill (default: %(default)s)",
+    )
     parser.add_argument("--allow-unknown-version", action="store_true", help="with --fused: any version of SGLang")
     parser.add_argument(
         "--boundary-ids", metavar="FILE", help="with --fused: a JSON list of ids, tandem.boundary_token_ids of the runs"
@@ -84,7 +90,13 @@ def _run_fused(args: argparse.Namespace, key: str | None) -> int:
         junior,
         ServeOptions.from_args(args, key),
         tables=tables,
-        sglang=Sglang(args.sglang_python, args.allow_unknown_version, extra, catch_up_of(args.fused_attention, senior)),
+        sglang=Sglang(
+            args.sglang_python,
+            args.allow_unknown_version,
+            extra,
+            catch_up_of(args.fused_attention, senior),
+            args.fused_prefill,
+        ),
         log_file=None,
     )
     try:

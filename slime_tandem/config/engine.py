@@ -48,6 +48,11 @@ class EngineConfig(Section):
         "on what the other one wrote; every_step: both models read every sequence in every step (docs/fused.md says where "
         "which pays); auto: catch_up where the heads are of a size that it takes",
     )
+    fused_prefill: Literal["auto", "triton", "flashinfer"] = Field(
+        "triton",
+        description="mode fused: by whose attention both models prefill: flashinfer, which plans a batch once for each number "
+        "of query heads, or SGLang's triton; auto: flashinfer where it works (docs/fused.md), the server's log says which",
+    )
     sglang_python: str | None = Field(
         None, description="mode fused: the Python that has SGLang; null: the variable SLIME_TANDEM_SGLANG_PYTHON"
     )
@@ -97,6 +102,7 @@ class EngineConfig(Section):
 
     ignored: ClassVar[tuple[Ignored, ...]] = (
         Ignored("fused_attention", lambda s: s.mode != "fused", "mode", "set mode=fused"),
+        Ignored("fused_prefill", lambda s: s.mode != "fused", "mode", "set mode=fused"),
     )
 
     @field_validator("senior_url", "junior_url", "teacher_url")

@@ -61,4 +61,5 @@ def _fused(config: RunConfig, folder: Path) -> tuple[dict[str, str], list[str]]:
         roster.fused_tables(),
         folder,
         catch_up_of(config.engine.fused_attention, roster.folders["senior"]),
+        config.engine.fused_prefill,
     )

@@ -100,7 +100,10 @@ class Servers:
                 common,
                 tables=self.roster.fused_tables(),
                 sglang=Sglang(
-                    e.sglang_python, args=e.sglang_args, catch_up=catch_up_of(e.fused_attention, folders["senior"])
+                    e.sglang_python,
+                    args=e.sglang_args,
+                    catch_up=catch_up_of(e.fused_attention, folders["senior"]),
+                    prefill=e.fused_prefill,
                 ),
                 log_file=self.log_dir / "fused.log",
                 start_timeout_s=max(e.start_timeout_s, _SGLANG_START_S),

@@ -40,6 +40,8 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "seq_lens",
             "seq_lens_cpu",
             "out_cache_loc",
+            "extend_seq_lens_cpu",
+            "extend_prefix_lens_cpu",
             "rids",
             "is_prefill_only",
             "next_token_logits_buffer",
@@ -76,7 +78,7 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "PrefillCudaGraphRunner.execute",
         ("self", "forward_batch"),
     ),
-    # What catch-up steps touch beside these.
+    # What catch-up steps and a prefill by FlashInfer touch beside these.
     ("sglang.srt.model_executor.forward_context", "ForwardContext", ("attn_backend",)),
     ("sglang.srt.model_executor.forward_context", "get_forward_context", ()),
     ("sglang.srt.model_executor.forward_context", "forward_context", ("ctx",)),
@@ -87,6 +89,7 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("sglang.srt.mem_cache.memory_pool", "KVWriteLoc", ("loc",)),
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v")),
+    ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_kv_buffer", ("layer_id",)),
     ("sglang.srt.managers.schedule_batch", "Req.update_finish_state", ("self",)),
     ("sglang.srt.models.qwen3", "Qwen3Model.forward", ("input_ids", "positions", "forward_batch")),
     ("sglang.srt.models.qwen2", "Qwen2Model.forward", ("input_ids", "positions", "forward_batch")),
@@ -97,6 +100,9 @@ IN_SOURCE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     # (module, classes, an attribute of instances that the code of one of them names)
     ("sglang.srt.managers.schedule_batch", ("Req", "ReqKvInfo"), "kv_committed_len"),
     ("sglang.srt.managers.schedule_batch", ("Req",), "skip_radix_cache_insert"),
+    ("sglang.srt.layers.radix_attention", ("RadixAttention",), "tp_q_head_num"),
+    ("sglang.srt.layers.radix_attention", ("RadixAttention",), "tp_k_head_num"),
+    ("sglang.srt.layers.radix_attention", ("RadixAttention",), "scaling"),
 )
 
 

@@ -133,11 +133,12 @@ def override_args(
     tables: Path,
     tables_sha256: str,
     catch_up: Mapping[str, int] | None = None,
+    prefill: str = "triton",
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
-    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. `catch_up` as in
-    `Sglang`. Raises ModelError for a pair that does not fit.
+    `junior_folder` None: the junior's weights are SGLang's to make up (`--load-format dummy`) or come by name. `catch_up`
+    and `prefill` as in `Sglang`. Raises ModelError for a pair that does not fit.
     """
     pair.require_fitting(senior, junior)
     if catch_up is not None:
@@ -154,6 +155,7 @@ def override_args(
             "tables": str(tables.resolve()),
             "tables_sha256": tables_sha256,
             "catch_up": None if catch_up is None else dict(catch_up),
+            "prefill": prefill,
         },
     }
     if kind != "llama":
@@ -197,11 +199,12 @@ def slime_settings(
     tables: Collection[frozenset[int]],
     folder: Path,
     catch_up: Mapping[str, int] | None = None,
+    prefill: str = "triton",
 ) -> tuple[dict[str, str], list[str]]:
     """(environment, flags of slime's train.py) under which slime's own SGLang servers are fused ones.
 
-    `catch_up` as in `Sglang`. Writes the boundary tables into `folder`, which every node must see under the same path, as it
-    must the models. Raises ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
+    `catch_up` and `prefill` as in `Sglang`. Writes the boundary tables into `folder`, which every node must see under the same
+    path, as it must the models. Raises ModelError for a pair that does not fit, ConfigError if `folder` cannot be written.
     """
     configs = read_config(senior), read_config(junior)
     pair.require_fitting(*configs)
@@ -212,7 +215,9 @@ def slime_settings(
         os.replace(file.with_suffix(".tmp"), file)
     except OSError as error:
         raise ConfigError("folder of the tables", str(folder), "a folder to write to", str(error)) from None
-    override = override_args(*configs, junior_folder=junior, tables=file, tables_sha256=digest, catch_up=catch_up)
+    override = override_args(
+        *configs, junior_folder=junior, tables=file, tables_sha256=digest, catch_up=catch_up, prefill=prefill
+    )
     own, flags = slime_sizes(*configs)
     told = ["--hf-checkpoint", str(senior.resolve()), "--sglang-json-model-override-args", json.dumps(override)]
     return own, [*told, *flags]
@@ -238,13 +243,15 @@ class Sglang:
 
     `python` as `sglang_python` reads it; `allow_unknown_version`: also one on which no test has passed; `args`: further flags
     of `sglang.launch_server`, which come last and win; `catch_up`: the bounds of the engine's catch-up steps (fields of
-    `catch_up.Bounds`, {} for its own), None: both models read every sequence in every step.
+    `catch_up.Bounds`, {} for its own), None: both models read every sequence in every step; `prefill`: as
+    `engine.fused_prefill`.
     """
 
     python: str | None = None
     allow_unknown_version: bool = False
     args: Sequence[str] = ()
     catch_up: Mapping[str, int] | None = None
+    prefill: str = "triton"
 
 
 _SGLANG = Sglang()
@@ -291,11 +298,15 @@ class FusedServer(ChildServer):
         self.senior, self.junior = Path(senior), Path(junior)
         self._python = sglang_python(sglang.python)
         self._cuda = bool(preflight(self._python, allow_unknown_version=sglang.allow_unknown_version)["cuda"])
+        if sglang.prefill == "flashinfer" and not self._cuda:
+            raise ConfigError(
+                "engine.fused_prefill", sglang.prefill, "auto or triton: FlashInfer needs a GPU", "set it to auto"
+            )
         self._tables = list(tables)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._configs = read_config(self.senior), read_config(self.junior)
         pair.require_fitting(*self._configs)
-        self._catch_up = sglang.catch_up
+        self._catch_up, self._prefill = sglang.catch_up, sglang.prefill
         for folder in (self.senior, self.junior):
             weight_names(folder)  # SGLang starts with whatever files are there
         self._flags = ["--model-path", str(self.senior), "--host", options.host, "--dtype", options.dtype]
@@ -320,6 +331,7 @@ class FusedServer(ChildServer):
             tables=file,
             tables_sha256=digest,
             catch_up=self._catch_up,
+            prefill=self._prefill,
         )
         return [
             self._python, "-m", "slime_tandem.engines.fused.main", str(os.getpid()), *self._flags,

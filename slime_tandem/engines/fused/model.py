@@ -22,7 +22,7 @@ from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.model_executor.forward_context import get_req_to_token_pool, get_token_to_kv_pool
 from sglang.srt.runtime_context import get_server_args
 
-from slime_tandem.engines.fused import internals, pair, prefill_graph, report, unread
+from slime_tandem.engines.fused import internals, pair, prefill_attention, prefill_graph, report, unread
 from slime_tandem.engines.fused.catch_up import Bounds, Step
 from slime_tandem.engines.fused.row_attention import RowAttention
 from slime_tandem.engines.fused.state import Authors
@@ -73,6 +73,13 @@ class TandemModel:
             layers = self.model.layers  # type: ignore[attr-defined]
             self._attention = RowAttention(self._bounds, max(layer.self_attn.attn.tp_q_head_num for layer in layers))
             unread.install()
+        self._prefill = prefill_attention.choose(
+            tandem.get("prefill", "triton"),
+            get_server_args(),
+            [layer.self_attn.attn for layer in self.model.layers],  # type: ignore[attr-defined]
+            self.model.norm.weight.dtype,  # type: ignore[attr-defined]
+            quant_config is not None,
+        )
         report.install()
         prefill_graph.install()
 
@@ -107,7 +114,8 @@ class TandemModel:
         batch, mode = forward_batch, forward_batch.forward_mode
         if self._bounds is not None and mode.is_decode():
             return self._decode_catching_up(self._bounds, input_ids, positions, batch)
-        senior_hidden, junior_hidden = me.model(input_ids, positions, batch)
+        with contextlib.nullcontext() if self._prefill is None else self._prefill.over(batch):
+            senior_hidden, junior_hidden = me.model(input_ids, positions, batch)
         codes = self._author_codes(input_ids, positions, batch)
         output = me.logits_processor(input_ids, senior_hidden, me.lm_head, batch)
         metadata = _without_buffer(batch)
@@ -377,9 +385,8 @@ def refuse_unsupported(args: Any, *, catch_up: bool = False) -> None:
             faults.append((name, getattr(args, name), "unset", remedy))
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         if getattr(args, name, None) == "flashinfer":
-            faults.append(
-                (name, "flashinfer", "triton: its planner knows one model's heads", "--attention-backend triton")
-            )
+            remedy = "--attention-backend triton (engine.fused_prefill is what prefills by FlashInfer)"
+            faults.append((name, "flashinfer", "triton: its planner knows one model's heads", remedy))
     if getattr(args, "disaggregation_mode", "null") != "null":
         faults.append(("disaggregation_mode", args.disaggregation_mode, "'null'", "serve prefill and decode together"))
     if args.enable_memory_saver and not args.enable_weights_cpu_backup:

@@ -221,7 +221,10 @@ SERVERS: dict[str, tuple[str, str]] = {
         "qwen2 tied",
         "--tp-size 2 --max-total-tokens 512 --schedule-conservativeness 0.05",
     ),
+    "FlashInfer, mixed chunks": ("qwen2", "--max-total-tokens 4096 --chunked-prefill-size 32 --enable-mixed-chunk"),
+    "FlashInfer, catch up, TP 2": ("qwen3", "--tp-size 2 --max-total-tokens 4096 --chunked-prefill-size 64"),
 }
+"""Name -> (pair, flags). Those that are called FlashInfer prefill by a stand-in for it (flashinfer_stand_in.py)."""
 BOUNDS = {"budget": 8, "longest": 6}
 """Of the engines that catch up: so small that few responses at once meet both."""
 
@@ -278,6 +281,10 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         if ranks > 1:  # SGLang wants a NUMA node for each rank or to be told its cores (model_runner.py:2869)
             patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[r % len(cores)]) for r in range(ranks)))
+        if "FlashInfer" in request.param:
+            patch.setattr(launch, "MODEL_PACKAGE", "stand_in_models")
+            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+            patch.setenv("PYTHONPATH", path)
         server.start()
     try:
         yield Engine(request.param, kind, server, Reference.load(senior, junior), folders, ranks)

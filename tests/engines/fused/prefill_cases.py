@@ -1,11 +1,17 @@
 """Run by test_prefill_graph.py in SGLang's Python: the replay of a prefill graph, played without a GPU."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import flashinfer_stand_in
 import torch
 
-from slime_tandem.engines.fused import prefill_graph
+from slime_tandem.engines.fused import prefill_attention, prefill_graph
+from slime_tandem.engines.fused.flashinfer_prefill import Heads
 from slime_tandem.engines.fused.model import refuse_unsupported, stack_junior
 from slime_tandem.errors import ConfigError
 
@@ -78,4 +84,45 @@ kept = SimpleNamespace(
     pp_size=1, enable_memory_saver=False, device="cpu", attention_backend="torch_native", kv_cache_dtype="auto"
 )
 refuse_unsupported(kept, catch_up=True)
+
+# Who prefills: FlashInfer only under settings and for heads that it takes, and only if a trial of it comes out right.
+gpu = {"device": "cuda", "attention_backend": "triton", "prefill_attention_backend": None, "kv_cache_dtype": "auto"}
+half, large = torch.bfloat16, Heads(32, 8, 128, 0.1)
+unfit: Any = prefill_attention._unfit
+assert unfit(SimpleNamespace(**gpu), [large, Heads(16, 8, 128, 0.1)], half, False) is None
+for setting, word in (
+    ({"device": "cpu"}, "cpu"),
+    ({"attention_backend": "fa3"}, "fa3"),
+    ({"prefill_attention_backend": "fa3"}, "fa3"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "quantized"),
+    ({"enable_deterministic_inference": True}, "enable_deterministic_inference"),
+    ({"enable_unified_memory": True}, "enable_unified_memory"),
+    ({"dcp_size": 2}, "dcp_size"),
+):
+    assert word in unfit(SimpleNamespace(**{**gpu, **setting}), [large], half, False), setting
+assert "float32" in unfit(SimpleNamespace(**gpu), [large], torch.float32, False)
+assert "quantized" in unfit(SimpleNamespace(**gpu), [large], half, True)
+assert "80" in unfit(SimpleNamespace(**gpu), [Heads(32, 8, 80, 0.1)], half, False)
+assert "128 heads" in unfit(SimpleNamespace(**gpu), [Heads(128, 8, 128, 0.1)], half, False)
+
+layers = [SimpleNamespace(tp_q_head_num=n, tp_k_head_num=2, qk_head_dim=64, scaling=0.125) for n in (4, 4, 2)]
+told = SimpleNamespace(**{**gpu, "device": "cpu"})
+for wanted in ("auto", "triton"):
+    assert prefill_attention.choose(wanted, told, layers, half, False) is None
+refused = ""
+try:
+    prefill_attention.choose("flashinfer", told, layers, half, False)
+except ConfigError as error:
+    refused = str(error)
+assert "engine.fused_prefill" in refused and "cpu" in refused, "starts without what was asked for"  # noqa: PT018
+sys.modules["flashinfer"] = flashinfer_stand_in  # type: ignore[assignment]
+heads = [Heads(n, 2, 64, 0.125) for n in (4, 4, 2)]
+prefill_attention._try(heads, torch.float32, torch.device("cpu"))
+merge, flashinfer_stand_in.merge_state_in_place = flashinfer_stand_in.merge_state_in_place, lambda *_: None  # type: ignore[assignment]
+try:
+    prefill_attention._try(heads, torch.float32, torch.device("cpu"))
+except ArithmeticError:
+    flashinfer_stand_in.merge_state_in_place = merge
+else:
+    raise AssertionError("a wrong kernel passes")
 print("all cases hold")

@@ -68,6 +68,23 @@ def test_the_attention_reaches_slime(config_file: str, tmp_path: Path, capsys: p
     assert '"catch_up": {}' in capsys.readouterr().out, "the default"
 
 
+def test_the_prefill_reaches_slime(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["config", "--check", config_file, "--slime", str(tmp_path / "f"), "--set"]
+    assert cli.main([*argv, "engine.fused_prefill=auto"]) == 2
+    assert "engine.fused_prefill" in capsys.readouterr().err, "of no effect on two servers"
+    assert cli.main([*argv, "engine.mode=fused", "engine.fused_prefill=auto"]) == 0
+    assert '"prefill": "auto"' in capsys.readouterr().out
+    assert cli.main([*argv, "engine.mode=fused"]) == 0
+    assert '"prefill": "triton"' in capsys.readouterr().out, "the default"
+
+
+def test_flashinfer_without_a_gpu_is_refused_before_a_start(folders: dict[str, Path], tmp_path: Path) -> None:
+    pair = folders["qwen3-senior"], folders["qwen3-junior"]
+    sglang = Sglang(python_with_sglang(tmp_path), prefill="flashinfer")
+    with pytest.raises(ConfigError, match=r"engine\.fused_prefill"):
+        FusedServer(*pair, tables=[], sglang=sglang, log_file=tmp_path / "log")
+
+
 def test_without_a_junior_a_fused_engine_is_refused(
     config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

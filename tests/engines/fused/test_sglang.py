@@ -108,7 +108,7 @@ def test_one_batched_request_for_all(
         engine.reference.check(sample)
 
 
-@only("engine", ["qwen3", "qwen3 untied, TP 2", "catch up"], indirect=True)
+@only("engine", ["qwen3", "qwen3 untied, TP 2", "catch up", "FlashInfer, catch up, TP 2"], indirect=True)
 def test_tandem_solo_and_scoring_requests_side_by_side(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -150,7 +150,18 @@ def test_tandem_solo_and_scoring_requests_side_by_side(
     assert score.input_log_probs[1:] == pytest.approx([float(rows[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-4)
 
 
-@only("engine", ["qwen3", "qwen2, mixed chunks", "qwen3 untied, TP 2", "catch up"], indirect=True)
+@only(
+    "engine",
+    [
+        "qwen3",
+        "qwen2, mixed chunks",
+        "qwen3 untied, TP 2",
+        "catch up",
+        "FlashInfer, mixed chunks",
+        "FlashInfer, catch up, TP 2",
+    ],
+    indirect=True,
+)
 def test_radix_hits_and_chunked_prefill(
     engine: Any, tokens: TokenBytes, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
@@ -169,6 +180,7 @@ def test_radix_hits_and_chunked_prefill(
         return await client.generate([GenerateRequest("hit", inside, 1)])
 
     assert engine.run(ask)[0].cached_tokens >= 150
+    assert ("prefill attention of the fused engine: FlashInfer" in engine.log()) == ("FlashInfer" in engine.name)
 
 
 @only(
