@@ -27,7 +27,7 @@ from slime_tandem.objective.divergence import log_probs_of, log_rest_of
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import Denominators, kept_by_weights, sequence_sums, tandem_loss, token_kl
 from slime_tandem.objective.truncation import Group, Replay, Truncation
-from slime_tandem.slime_hooks import adaptive, passes, runtime, wire
+from slime_tandem.slime_hooks import adaptive, agreement, passes, runtime, wire
 from slime_tandem.slime_hooks.adaptive import AdaptiveCoef
 from slime_tandem.slime_hooks.beside import Beside
 from slime_tandem.slime_hooks.healing import heal_frozen
@@ -405,6 +405,9 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """
     channels = wire.carried(rollout_data)
     logger.info(f"slime_tandem channels received: {_received(channels, rollout_data)}")
+    nats = None if STATE.trainer.agreement is None else STATE.trainer.agreement.verdict()
+    if said := agreement.warning(nats or 0.0):
+        logger.warning(f"slime_tandem: {said}")
     config = settings(args)
     if (before := STATE.trainer.parked) is not None and before.channels is not None:
         passes.check_taken(before.steps, len(before.weighted), config.train.epochs_per_step)
@@ -463,9 +466,10 @@ def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
     if rollout_data:  # slime's contract tests give none; else on every pipeline stage, all take the same steps
         passes.repeat(rollout_data, settings(args).train.epochs_per_step)
     if parked is None or parked.rollout_data is not rollout_data or parked.channels is None:
-        STATE.trainer.parked = Parked(
-            rollout_data
-        )  # a pipeline stage without the loss, or a rollout without our advantages
+        # A pipeline stage without the loss, or a rollout without our advantages.
+        STATE.trainer.parked = Parked(rollout_data)
+        if rollout_data and not _has_the_loss():
+            logger.info(f"slime_tandem channels received: {_received(wire.carried(rollout_data), rollout_data)}")
         return
     channels = parked.channels
     ends = torch.tensor(rollout_data["num_microbatches"]).cumsum(0).tolist()
@@ -477,6 +481,13 @@ def data_post_process(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
         parked.weighted.append(totals.pg > 0)
         for i in mine:
             channels[i] = wire.normalise(channels[i], totals, settings(args).objective.reduction)
+
+
+def _has_the_loss() -> bool:
+    """Whether this rank is of the pipeline's last stage."""
+    from megatron.core import mpu
+
+    return bool(mpu.is_pipeline_last_stage())
 
 
 def _totals(channels: Sequence[Tensor], rollouts: int) -> wire.StepTotals:
@@ -650,6 +661,11 @@ def loss(
     packed = replace(packed, sequences=_numbered(parts))
     if config.objective.rollout_weights != "none":  # slime computed these before the first step of the rollout
         packed = replace(packed, old_log_probs=torch.cat(batch["log_probs"]), rollout_log_probs=packed.old_log_probs)
+    if (parked := STATE.trainer.parked) is not None and parked.steps == 1 and not sampling.truncates:
+        if STATE.trainer.agreement is None:
+            STATE.trainer.agreement = agreement.Agreement()
+        counted = (channels[:, wire.JUNIOR] == 0) & (channels[:, wire.WEIGHT] > 0)
+        STATE.trainer.agreement.add(log_probs, channels[:, wire.OLD], counted)
     candidates = rest = None
     if packed.candidate_ids is not None:
         candidates, rest = (

@@ -62,12 +62,14 @@ class TrainerState:
 
     `parked`: the rollout under way, set by `advantages` or `data_post_process`, replaced by the next rollout's; `coef`: the
     `adaptive.AdaptiveCoef`, KL coefficient of `objective.kl_target`, made before the first step and kept to the end; `tail`:
-    the `kl_tail.KlTail`, likewise, where there is a KL.
+    the `kl_tail.KlTail`, likewise, where there is a KL; `agreement`: the `agreement.Agreement` with the engines,
+    over the first step of a rollout.
     """
 
     parked: Parked | None = None
     coef: Any = None
     tail: Any = None
+    agreement: Any = None
 
 
 @dataclass

@@ -29,6 +29,7 @@ from slime_tandem.errors import DataError, TeacherScoreError
 from slime_tandem.objective.logprobs import token_log_probs
 from slime_tandem.objective.loss import LOSS_METRICS, Denominators, tandem_loss
 from slime_tandem.slime_hooks import healing, hooks, settings, wire
+from slime_tandem.slime_hooks.state import STATE
 from slime_tandem.training.rows import TrainRow, build_rows
 from slime_tandem.training.trainer import Trainer
 from slime_tandem.types import AlignedScores, Candidates, TopLists
@@ -312,7 +313,11 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "k", "overrides"), CASES)
 def test_loss_of_slime_is_the_loss_of_the_local_runtime(
-    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int], k: int, overrides: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ranks: tuple[int, int],
+    k: int,
+    overrides: list[str],
 ) -> None:
     """The whole way: samples, conversion, advantages, post-processing, log, micro-batches, slime's loss function, gradient."""
     words = " ".join(overrides)
@@ -334,6 +339,7 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     monkeypatch.setattr(hooks, "_totals", lambda channels, rollouts: totals)  # every rank sees the sum over all
     monkeypatch.setattr(mpu, "get_data_parallel_group", lambda with_context_parallel=False: None)
     value, metrics = 0.0, dict.fromkeys(measured, 0.0)
+    STATE.trainer.agreement = None
     found = {s.index: torch.zeros(len(s.tokens), VOCABULARY) for s in made}
     for i, box in enumerate(boxes):
         place(monkeypatch, dp, i // cp, cp, i % cp)
@@ -373,6 +379,12 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
         for index, leaf in leaves.items():
             if leaf.grad is not None:
                 found[index] += leaf.grad
+    if not overrides:
+        assert STATE.trainer.agreement.verdict() == pytest.approx(measured["logprob_diff"], rel=1e-4)
+        STATE.trainer.agreement.add(torch.zeros(3), torch.tensor([0.0, 0.5, 9.0]), torch.tensor([True, True, False]))
+        with caplog.at_level("WARNING"):
+            loss.compute_advantages_and_returns(args, shipped(monkeypatch, args, made, dp, cp)[0])
+        assert "differ by 0.25 nats" in caplog.text
     assert value == pytest.approx(expected, abs=2e-6, rel=2e-5)
     assert metrics == pytest.approx(measured, abs=2e-5, rel=2e-4)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
@@ -382,6 +394,24 @@ def test_loss_of_slime_is_the_loss_of_the_local_runtime(
     assert (lost > 0) == ("masked" in words)
     for index, gradient in gradients.items():
         assert torch.allclose(found[index], gradient, atol=2e-6, rtol=1e-4)
+
+
+def test_loss_is_of_the_last_stage_and_the_first_says_what_it_received(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipeline stage without the loss gets the same samples; it logs their check-sum, and keeps no channels for a loss."""
+    config()
+    args, made = arguments(), samples(0)
+    (box,) = shipped(monkeypatch, args, made, 1, 1)
+    monkeypatch.setattr(mpu, "is_pipeline_last_stage", lambda *_, **__: False)
+    loss.compute_advantages_and_returns(args, box)
+    assert "advantages" not in box
+    expected = wire.checksum(wire.carried(box), box["sample_indices"])
+    with caplog.at_level("INFO"):
+        hooks.data_post_process(args, 0, box)
+    assert f"check-sum {expected:016x}" in caplog.text
+    assert STATE.trainer.parked is not None
+    assert STATE.trainer.parked.channels is None
 
 
 def test_loss_totals_and_check_sum_are_summed_over_ranks() -> None:
