@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,31 @@ def test_scores_and_candidates_equal_transformers(rig: Any, trio: Any, student_k
                     assert own_value == pytest.approx(own[len(sample.prompt_ids) + i - 1][c], abs=TOLERANCE)
             seen += 1
     assert seen > 60
+
+
+@pytest.mark.parametrize("student_kind", ["other vocabulary", "same vocabulary"])
+def test_what_is_read_along_is_what_a_whole_response_gets(rig: Any, trio: Any, student_kind: str) -> None:
+    """Read in parts of four tokens, from a cache that holds the parts before; any cut, also within a word or a letter."""
+    teacher = ModelTokenizer.load(rig.folders["senior"])
+    student = teacher if student_kind == "same vocabulary" else ModelTokenizer.load(trio.teacher)
+    samples = responses(student, teacher)
+    _, whole = score(rig, teacher, student, samples, Scoring())
+
+    async def main() -> Any:
+        async with EngineClient(rig.servers["senior"].url, role="teacher", api_key=rig.key, max_retries=0) as client:
+            aligner = Aligner(student.tokens, teacher.tokens, end_of_turn=teacher.end_of_turn)
+            one = Teacher(client, aligner, teacher.render, teacher.encode)
+            for sample in samples:
+                for n in range(4, len(sample.response_ids), 4):
+                    ids = sample.response_ids[:n]
+                    part = replace(sample, response_ids=ids, authorship_mask=(1,) * n, log_probs=(-1.0,) * n)
+                    await one.read_along(part)
+            known = sum(len(read.log_probs) > 0 for read in one._along.values())
+            return known, await one.score(samples)
+
+    known, scores = asyncio.run(main())
+    assert known >= len(samples) // 2
+    for got, expected in zip(scores, whole, strict=True):
+        assert isinstance(got, AlignedScores)
+        assert (got.mask == expected.mask).all()
+        assert np.abs(got.log_probs - expected.log_probs).max(initial=0.0) < TOLERANCE
