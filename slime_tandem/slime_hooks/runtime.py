@@ -153,7 +153,7 @@ class Runtime:
         along = None if evaluation or self.panel is None else self.roster.config.opd.read_along
         options = self.roster.writer_options(prompt, rule, sampling)
         if along is not None:
-            options = replace(options, tokens_per_request=along)
+            options = replace(options, tokens_per_request=min(along, options.tokens_per_request or along))
         if sample.response_length:
             writer = TandemWriter.resume(wire.response_of(sample), options)
         else:
