@@ -221,6 +221,7 @@ def main() -> None:
         "--few", type=int, nargs="*", default=[1, 2, 3], help="seeds of the dose and the self-paired case"
     )
     doing.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
+    doing.add_argument("--names", nargs="*", help="runs of these names alone, so that many are measured side by side")
     showing = commands.add_parser("table")
     showing.add_argument("file", type=Path)
     args = parser.parse_args()
@@ -236,6 +237,8 @@ def run(args: argparse.Namespace) -> None:
     lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
     done = {tuple(row[k] for k in keys) for row in map(json.loads, lines)}
     for names, run in cases(args.seeds, args.few):
+        if args.names and run not in args.names:
+            continue
         folders = [f for work in args.runs if (f := work / "runs" / run / "summary.json").exists()]
         if tuple(names[k] for k in keys) in done or not folders or (doses and names["dose"] not in doses):
             continue
