@@ -2,7 +2,7 @@
 
     python scripts/experiments/gate.py check                  # one run, half a minute; exit code 1 and the names of what moved
     python scripts/experiments/gate.py record --seeds 12      # after a change that is meant to move something; commit the bands
-    python scripts/experiments/gate.py seed 7 --lines FILE    # one recorded run, so that many go side by side; then record --lines FILE
+    python scripts/experiments/gate.py seed 7 --lines FILE    # one of those runs, many side by side; then record --lines FILE
 
 Unit tests say whether a part does what its author thought. This asks whether the whole still learns as it did: a wrong sign, a
 shifted mask, a lost weight moves a figure that no assertion is about. Bands are two-sided, so that what gets better by accident
