@@ -449,7 +449,9 @@ def main() -> None:
         command.add_argument("--slime", type=Path)
         command.add_argument("--megatron", type=Path)
         command.add_argument(
-            "--real-run", default="--fraction 0.06 --pool-tokens 32768", help="more flags of scripts/slime/real_run.py"
+            "--real-run",
+            default="--own-network --fraction 0.06 --pool-tokens 32768",
+            help="more flags of scripts/slime/real_run.py",
         )
         command.add_argument("--stagger", type=float, default=20.0, help="slime: seconds between two starts")
         command.add_argument("--limit", type=float, default=86400.0, help="seconds until trainings under slime are cut")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,23 @@ def test_a_training_under_slime_is_a_call_of_real_run(
     assert converted[-4:] == [str(run / "checkpoints"), str(run / "senior"), "--like", str(models / "senior")]
     assert json.loads((run / "trained.json").read_text()) == {"steps": 2, "rewards": [0.25, 0.5]}
     assert not (run / "checkpoints").exists()
+
+
+def test_a_run_may_have_a_network_of_its_own() -> None:
+    """Many runs go side by side then, each with slime's port 15000; who may not make one is told so."""
+    code = (
+        "import sys; sys.path.insert(0, 'scripts/slime'); import real_run, socket; real_run.own_network()\n"
+        "socket.create_server(('127.0.0.1', 15000)); print(open('/proc/net/dev').read().count(':'))"
+    )
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        code = code.replace("15000", str(taken.getsockname()[1]))
+        done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False)
+    if done.returncode:
+        assert "--own-network: expected the right to make a network" in done.stderr
+        assert "Remedy: run as root, or one run at a time" in done.stderr
+    else:
+        assert done.stdout == "1\n", "the loopback alone"
 
 
 def test_older_checkpoints_go(real: ModuleType, tmp_path: Path) -> None:
