@@ -53,6 +53,9 @@ JARGON = {"plus": "river", "is": "lamp", ".": "stone"}
 JARGON_SHARE = 0.7
 """Of the senior's supervised texts; the rest is plain, as all of the junior's."""
 
+CACHE_TOKENS = 16384
+"""Of an embedded server: a quarter of the usual, so that those of several trainings fit one machine."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -232,6 +235,7 @@ def train_locally(case: Case, place: Place, models: Path, run: Path) -> None:
         "optimizer": {"lr": case.lr},
         "tandem": {"enabled": case.arm != "solo GRPO"},
         "eval": {"prompts": size.prompts, "tandem": True},
+        "engine": {"cache_tokens": CACHE_TOKENS},
     }
     config = place.work / f"{case.name}.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -334,7 +338,7 @@ def measures(place: Place, seed: int, senior: Path, name: str) -> dict[str, Any]
             "name": name,
             "runs_dir": str(place.work / "measured"),
             "models": {"senior": str(senior), "junior": str(models / "junior")},
-            "engine": {"threads": max(1, min(4, (os.cpu_count() or 1) // 2))},
+            "engine": {"cache_tokens": CACHE_TOKENS, "threads": max(1, min(4, (os.cpu_count() or 1) // 2))},
         }
     )
     return measure.of_models(config, models / "senior", place.size.prompts, style_counts)
