@@ -1,10 +1,10 @@
 """A gate for changes: a short job whose reward, KL, retention, coverage and losses must lie where those of past runs lay.
 
     python scripts/experiments/gate.py check                  # one run, half a minute; exit code 1 and the names of what moved
-    python scripts/experiments/gate.py record --seeds 59      # after a change that is meant to move something; commit the bands
+    python scripts/experiments/gate.py record --seeds 58      # after a change that is meant to move something; commit the bands
     python scripts/experiments/gate.py seed 7 --lines FILE    # one of those runs, many side by side; then record --lines FILE
 
-The bands that stand here were made by `record --seeds 59 --lines docs/results/data/gate.jsonl`.
+The bands that stand here were made by `record --seeds 58 --lines docs/results/data/gate.jsonl`.
 
 Unit tests say whether a part does what its author thought. This asks whether the whole still learns as it did: a wrong sign, a
 shifted mask, a lost weight moves a figure that no assertion is about. Bands are two-sided, so that what gets better by accident
@@ -12,7 +12,7 @@ is found, too. Models are made on the spot and have learnt little; the reward is
 learn in a few steps.
 
 A band is Student's prediction interval over the recorded seeds for the next run of an unchanged program, all figures together
-(Bonferroni), at 99.99 %. Some figures have longer tails than Student's interval knows: at 99 % each of 5 among 59 runs of one
+(Bonferroni), at 99.99 %. Some figures have longer tails than Student's interval knows: at 99 % each of 5 among 58 runs of one
 program left the interval of the others, at 99.99 % one did. So a band is also widened until each recorded run lies within what
 the others make. The checked seed is none of the recorded ones. A figure that hardly varies (the ratio at the first update is 1)
 gets at least the width of what another machine's arithmetic may change.

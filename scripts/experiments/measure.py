@@ -233,7 +233,8 @@ def notation_table(arms: Mapping[str, Mapping[int, Line]]) -> list[str]:
 def junior_table(rows: Sequence[Line]) -> list[str]:
     """Main job and control by what their junior has seen: shares of the second notation by author, and how well it reads them.
 
-    Means over the seeds that have run with every junior, 0 % with these alone. Shown, not tested.
+    Means over the seeds that have run with every junior, 0 % with these alone. Below it main job less control in tandem
+    accuracy, with both intervals; two_notations.py tests these. Shown, not tested.
     """
     pairs = [(dose, arm) for dose in (0.0, *two_notations.DOSES, None) for arm in ("tandem + teacher", "solo GRPO")]
     found = {pair: [r for r in rows if not r["question"] and (r["dose"], r["arm"]) == pair] for pair in pairs}
@@ -249,9 +250,20 @@ def junior_table(rows: Sequence[Line]) -> list[str]:
         shares = [[r["notation"][who] for r in kept if r["notation"][who] is not None] for who in AUTHORS]
         cells = [f"{fmean(values):.2f}" if values else "-" for values in shares]
         cells += [f"{fmean(value_of(MEASURES[m](r)) for r in kept):.3f}" for m in measures]
-        junior = "the start senior" if dose is None else f"{dose:.0%}"
-        lines.append(f"| {junior} | {arm} | {' | '.join(cells)} |")
+        lines.append(f"| {seen(dose)} | {arm} | {' | '.join(cells)} |")
+    by_seed = {pair: {r["seed"]: r for r in runs if r["seed"] in seeds} for pair, runs in found.items()}
+    differences = [
+        questions.difference(main, control, right("tandem"), (f"{seen(dose)}: main job", "control"))
+        for (dose, arm), main in by_seed.items()
+        if arm == "tandem + teacher" and (control := by_seed.get((dose, "solo GRPO")))
+    ]
+    if differences:
+        lines += ["", *questions.differences_table("tandem accuracy", [(d, None) for d in differences])]
     return lines
+
+
+def seen(dose: float | None) -> str:
+    return "the start senior" if dose is None else f"{dose:.0%}"
 
 
 def main() -> None:

@@ -250,6 +250,11 @@ def test_other_juniors_have_a_table_of_their_own(script: Script) -> None:
         "| the start senior | tandem + teacher | 0.50 | 0.25 | - | -1.000 | 1.000 | 1.000 |",
     ]
     assert shown[2].startswith("| tandem + teacher | 1, 2 |"), "the other tables are of 0 % alone"
+    both = [row | {"seed": s} for row in main[:1] + others[:1] for s in (1, 2)]
+    control = [row | {"arm": "solo GRPO", "right": {"solo": "11", "tandem": "00"}} for row in both]
+    told = module.table(both + control).splitlines()[-2:]
+    assert told[0].startswith("| 0%: main job less control | 2 | +0.500 |")
+    assert told[1].startswith("| 5%: main job less control | 2 | +1.000 |")
 
 
 def test_figures_are_drawn_of_what_is_there(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
