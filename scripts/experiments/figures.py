@@ -34,33 +34,37 @@ def over_seeds(values: Sequence[float]) -> Estimate:
     return Estimate(mean, None, None) if math.isnan(low) else Estimate(mean, low, high)
 
 
-def dose(data: Path) -> str | None:
-    """Tandem accuracy after training by the junior's share of the second notation."""
-    rows = lines(data / "two_notations.jsonl")
-    seeds = {r["seed"] for r in rows if r["dose"]}
-    if not seeds:
-        return None
-    rows = [r for r in rows if r["seed"] in seeds]
-    panels = []
-    for title, metric, wanted in (
-        ("Tandem accuracy after training", "tandem_accuracy_after", ("tandem + teacher", "solo GRPO")),
-        ("Solo accuracy after training", "solo_accuracy_after", ("tandem + teacher", "solo GRPO")),
-    ):
-        dots = []
-        for share in DOSES:
-            name = "the start senior" if share is None else f"junior saw {share:.0%} of it"
-            for arm, colour in zip(wanted, (BLUE, BROWN), strict=True):
-                values = [r[metric] for r in rows if r["arm"] == arm and r["dose"] == share]
-                if values:
-                    label = f"{name}, {'main job' if colour == BLUE else 'control'}"
-                    dots.append(Dot(label, over_seeds(values), "fraction", colour))
-        panels.append(Panel(f"{title} (fraction; blue: with the junior, brown: alone)", dots))
-    return document(
-        "Two notations: dose and response",
-        panels,
-        [],
-        "means over seeds 1 to 3, Student's 95% interval; 256 held-out prompts",
-    )
+def dose(name: str) -> Callable[[Path], str | None]:
+    """Tandem accuracy after training by the junior's share of the second notation; `name`: the file, runs of one machine."""
+
+    def draw(data: Path) -> str | None:
+        rows = lines(data / name)
+        seeds = {r["seed"] for r in rows if r["dose"]}
+        if not seeds:
+            return None
+        rows = [r for r in rows if r["seed"] in seeds]
+        panels = []
+        for title, metric, wanted in (
+            ("Tandem accuracy after training", "tandem_accuracy_after", ("tandem + teacher", "solo GRPO")),
+            ("Solo accuracy after training", "solo_accuracy_after", ("tandem + teacher", "solo GRPO")),
+        ):
+            dots = []
+            for share in DOSES:
+                junior = "the start senior" if share is None else f"junior saw {share:.0%} of it"
+                for arm, colour in zip(wanted, (BLUE, BROWN), strict=True):
+                    values = [r[metric] for r in rows if r["arm"] == arm and r["dose"] == share]
+                    if values:
+                        label = f"{junior}, {'main job' if colour == BLUE else 'control'}"
+                        dots.append(Dot(label, over_seeds(values), "fraction", colour))
+            panels.append(Panel(f"{title} (fraction; blue: with the junior, brown: alone)", dots))
+        return document(
+            "Two notations: dose and response",
+            panels,
+            [],
+            "means over seeds 1 to 3, Student's 95% interval; 256 held-out prompts",
+        )
+
+    return draw
 
 
 def drift(data: Path) -> str | None:
@@ -102,7 +106,8 @@ def question(letter: str, title: str) -> Callable[[Path], str | None]:
 
 
 FIGURES: dict[str, Callable[[Path], str | None]] = {
-    "two-notations-dose.svg": dose,
+    "two-notations-dose.svg": dose("two_notations.jsonl"),
+    "two-notations-dose-again.svg": dose("two_notations_repeat.jsonl"),
     "two-notations-drift.svg": drift,
     "question-a.svg": question("a", "Where and how often the author changes"),
     "question-b.svg": question("b", "What the teacher says"),

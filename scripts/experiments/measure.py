@@ -16,6 +16,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,10 @@ AUTHORS = {"solo": "senior, alone", "tandem_senior": "senior, co-written", "tand
 
 
 def table(rows: Sequence[Line]) -> str:
-    """The page's tables in Markdown: measures by arm, the three tests, and what the main comparison's repeat shows."""
+    """The page's tables in Markdown: measures by arm, the three tests, and what the main comparison's repeat shows.
+
+    Arms of question a stand in the first table and in that of the notation; other juniors in one of their own.
+    """
     order = [*two_notations.ARMS, *questions.QUESTIONS["a"]]
     arms: dict[str, dict[int, Line]] = {arm: {} for arm in order}
     for row in sorted(rows, key=lambda row: row["seed"]):
@@ -211,7 +215,7 @@ def table(rows: Sequence[Line]) -> str:
         shown = [(d, None) for name, d in found.items() if name not in TESTED]
         for title, differences in (("after training", tested), ("after training, not tested", shown)):
             lines += ["", *questions.differences_table(title, differences)]
-    lines += ["", *notation_table(arms)]
+    lines += ["", *notation_table(arms), "", *junior_table(rows)]
     return "\n".join(lines).rstrip()
 
 
@@ -224,6 +228,42 @@ def notation_table(arms: Mapping[str, Mapping[int, Line]]) -> list[str]:
             cells = [questions.each([s[who] for s in shares if s[who] is not None]) for who in AUTHORS]
             lines.append(f"| {arm} | {' | '.join(cells)} |")
     return lines if len(lines) > 2 else []
+
+
+def junior_table(rows: Sequence[Line]) -> list[str]:
+    """Main job and control by what their junior has seen: shares of the second notation by author, and how well it reads them.
+
+    Means over the seeds that have run with every junior, 0 % with these alone. Below it main job less control in tandem
+    accuracy, with both intervals; two_notations.py tests these. Shown, not tested.
+    """
+    pairs = [(dose, arm) for dose in (0.0, *two_notations.DOSES, None) for arm in ("tandem + teacher", "solo GRPO")]
+    found = {pair: [r for r in rows if not r["question"] and (r["dose"], r["arm"]) == pair] for pair in pairs}
+    found = {pair: runs for pair, runs in found.items() if runs and all(r.get("notation") for r in runs)}
+    seeds = sorted(set.intersection(*({r["seed"] for r in runs} for runs in found.values()))) if found else []
+    if not seeds or all(dose == 0 for dose, _ in found):
+        return []
+    measures = ("legibility", "transfer utility", "gain by the prefix")
+    head = (f"junior, seeds {', '.join(map(str, seeds))}", "arm", *AUTHORS.values(), *measures)
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for (dose, arm), runs in found.items():
+        kept = [r for r in runs if r["seed"] in seeds]
+        shares = [[r["notation"][who] for r in kept if r["notation"][who] is not None] for who in AUTHORS]
+        cells = [f"{fmean(values):.2f}" if values else "-" for values in shares]
+        cells += [f"{fmean(value_of(MEASURES[m](r)) for r in kept):.3f}" for m in measures]
+        lines.append(f"| {seen(dose)} | {arm} | {' | '.join(cells)} |")
+    by_seed = {pair: {r["seed"]: r for r in runs if r["seed"] in seeds} for pair, runs in found.items()}
+    differences = [
+        questions.difference(main, control, right("tandem"), (f"{seen(dose)}: main job", "control"))
+        for (dose, arm), main in by_seed.items()
+        if arm == "tandem + teacher" and (control := by_seed.get((dose, "solo GRPO")))
+    ]
+    if differences:
+        lines += ["", *questions.differences_table("tandem accuracy", [(d, None) for d in differences])]
+    return lines
+
+
+def seen(dose: float | None) -> str:
+    return "the start senior" if dose is None else f"{dose:.0%}"
 
 
 def main() -> None:

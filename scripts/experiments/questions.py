@@ -454,8 +454,16 @@ def table(folder: Path, question: str) -> str:
         lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} |")
     for title, who, found in comparisons(folder, question):
         lines += ["", *differences_table(f"{title}, {who} accuracy", found)]
-    if question == "a" and (trend := trend_of_a(arms)):
-        lines += ["", trend]
+    if question == "a":
+        shown_only = [
+            (difference(arms["sentence"], arms["solo GRPO"], right(who), (f"{who}: sentence", "solo GRPO")), None)
+            for who in ("tandem", "solo")
+            if len(arms.get("sentence", {}).keys() & arms.get("solo GRPO", {}).keys()) > 1
+        ]
+        if shown_only:  # the protocol expects them alike and tests neither
+            lines += ["", *differences_table("accuracy, not tested", shown_only)]
+        if trend := trend_of_a(arms):
+            lines += ["", trend]
     if question == "c":
         lines += ["", *where(arms)]
     return "\n".join(lines)

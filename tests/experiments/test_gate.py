@@ -17,6 +17,7 @@ from slime_tandem.objective import loss
 from slime_tandem.training import rows
 
 from ..in_process import ThreadServer
+from .conftest import REPO
 
 Script = Callable[[str], ModuleType]
 
@@ -90,12 +91,49 @@ def test_a_fault_moves_a_figure_that_is_named(
 
 
 def test_bands_by_hand(gate: ModuleType) -> None:
-    """Two runs 0 and 2: mean 1, spread sqrt 2; the quantile of one degree of freedom for one figure in two at 99 %."""
+    """Two runs 0 and 2: mean 1, spread sqrt 2; the quantile of one degree of freedom for one figure in two at 99.99 %."""
     found = gate.bands([{"a": 0.0, "b": 1.0}, {"a": 2.0, "b": 1.0}])
-    quantile = math.tan(math.pi / 2 * (1 - 0.01 / 2))
+    quantile = math.tan(math.pi / 2 * (1 - 0.0001 / 2))
     half = quantile * math.sqrt(2) * math.sqrt(1.5)
     assert found["a"] == pytest.approx([1 - half, 1 + half], rel=1e-4)
     assert found["b"] == [1 - 1e-4, 1 + 1e-4], "what did not vary gets the least width"
+
+
+def test_a_band_holds_each_recorded_run_by_the_others(gate: ModuleType) -> None:
+    """Of sixty runs one lies far out: the others do not know of it, and the band is as wide as it takes."""
+    values = [float(i % 2) for i in range(59)] + [9.0]
+    low, high = gate.bands([{"a": v} for v in values])["a"]
+    mean, half = gate.interval(values, 1)
+    assert mean + half < 9.0, "Student's interval alone would not hold it"
+    far = gate.far_out(values, 59, 1)
+    others, theirs = gate.interval(values[:59], 1)
+    assert far == pytest.approx((9.0 - others) / theirs)
+    assert (low, high) == pytest.approx((mean - far * half, mean + far * half), rel=1e-4)
+    assert low < 0.0, "on both sides"
+
+
+def test_the_bands_are_those_of_the_published_runs(gate: ModuleType) -> None:
+    """Nobody edits a band, or a line under it; each recorded run passes."""
+    record = json.loads(gate.BANDS.read_text())
+    data = REPO / "docs" / "results" / "data" / "gate.jsonl"
+    runs = {row["seed"]: row["figures"] for row in map(json.loads, data.read_text().splitlines())}
+    assert record["seeds"] == list(runs)
+    found = gate.bands(list(runs.values()))
+    assert found.keys() == record["bands"].keys()
+    for name, (low, high) in record["bands"].items():
+        assert found[name] == pytest.approx([low, high], rel=1e-4, abs=1e-6), name
+        assert low < high
+    assert [seed for seed, figures in runs.items() if gate.moved(figures, found)] == []
+
+
+def test_a_figure_that_gets_better_leaves_its_band_too(gate: ModuleType, expected: Any) -> None:
+    """Both sides of each band, a hair outside and a hair inside."""
+    for name, (low, high) in expected.items():
+        hair = (high - low) / 1000
+        middle = {n: (a + b) / 2 for n, (a, b) in expected.items()}
+        for value, outside in ((low - hair, True), (low + hair, False), (high - hair, False), (high + hair, True)):
+            told = gate.moved({**middle, name: value}, expected)
+            assert [line.split(": ")[0] for line in told] == ([name] if outside else [])
 
 
 def test_what_moved_is_told_the_farthest_first(gate: ModuleType) -> None:

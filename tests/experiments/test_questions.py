@@ -162,6 +162,21 @@ def test_arms_of_a_are_measured_alike(questions: ModuleType, tmp_path: Path) -> 
     assert shown.endswith("Page's trend test, 2 seeds: L = 28, p = 0.0278.")
 
 
+def test_sentence_stands_beside_solo_grpo_without_a_test(questions: ModuleType, tmp_path: Path) -> None:
+    """Its test is the one against words; what the protocol expects it to be like is shown."""
+    arms = [("sentence", "a", "01"), ("solo GRPO", None, "00"), ("tandem alone", None, "11")]
+    found = [measured(arm, seed, "11", tandem, question) for arm, question, tandem in arms for seed in (1, 2)]
+    path = tmp_path / "two_notations_measured.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in found))
+    shown = questions.table(tmp_path, "a").splitlines()
+    (beside,) = (row for row in shown if row.startswith("| tandem: sentence less solo GRPO | 2 | +0.500 |"))
+    assert beside.count("|") == 6, "no p"
+    (tested,) = (row for row in shown if row.startswith("| sentence less prob_senior 0.5 | 2 | -0.500 |"))
+    assert tested.count("|") == 8
+    path.write_text("".join(json.dumps(r) + "\n" for r in found[2:]))
+    assert "not tested" not in questions.table(tmp_path, "a")
+
+
 def test_a_trend_with_ties_counts_them(questions: ModuleType) -> None:
     """Ranks 3, 2, 1 and 3, 1.5, 1.5: of 36 pairs of orders two reach 27.5; scipy cuts to 27, which five of 36 reach."""
     told = questions.falling([[0.3, 0.2, 0.1], [0.3, 0.2, 0.2]])
@@ -218,6 +233,28 @@ def test_the_table_of_measures_by_hand(script: Script) -> None:
     notation = {"solo": 0.5, "tandem_senior": 0.25, "tandem_junior": None}
     with_shares = script("measure").table([row | {"notation": notation} for row in rows])
     assert with_shares.endswith("| solo GRPO | 0.500, 0.500; mean 0.500 | 0.250, 0.250; mean 0.250 |  |")
+
+
+def test_other_juniors_have_a_table_of_their_own(script: Script) -> None:
+    """Means over the seeds that every junior has; 0 % with these alone."""
+    module = script("measure")
+    notation = {"solo": 0.5, "tandem_senior": 0.25, "tandem_junior": None}
+    main = [measured("tandem + teacher", s, "11", "01") | {"notation": notation} for s in (1, 2)]
+    assert "junior, seeds" not in module.table(main), "there are no others"
+    others = [{**measured("tandem + teacher", 1, "11", "11"), "notation": notation, "dose": d} for d in (0.05, None)]
+    shown = module.table(main + others).splitlines()
+    assert shown[-5].startswith("| junior, seeds 1 | arm | senior, alone |")
+    assert shown[-3:] == [
+        "| 0% | tandem + teacher | 0.50 | 0.25 | - | -1.000 | 0.500 | 0.500 |",
+        "| 5% | tandem + teacher | 0.50 | 0.25 | - | -1.000 | 1.000 | 1.000 |",
+        "| the start senior | tandem + teacher | 0.50 | 0.25 | - | -1.000 | 1.000 | 1.000 |",
+    ]
+    assert shown[2].startswith("| tandem + teacher | 1, 2 |"), "the other tables are of 0 % alone"
+    both = [row | {"seed": s} for row in main[:1] + others[:1] for s in (1, 2)]
+    control = [row | {"arm": "solo GRPO", "right": {"solo": "11", "tandem": "00"}} for row in both]
+    told = module.table(both + control).splitlines()[-2:]
+    assert told[0].startswith("| 0%: main job less control | 2 | +0.500 |")
+    assert told[1].startswith("| 5%: main job less control | 2 | +1.000 |")
 
 
 def test_figures_are_drawn_of_what_is_there(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
