@@ -268,18 +268,20 @@ def train_under_slime(case: Case, place: Place, models: Path, run: Path) -> None
         "--save-interval", str(max(1, size.steps // 2)), "--limit", f"{max(60.0, left - 30):.0f}", *place.flags,
         "--", "--seed", str(case.seed), "--rollout-seed", str(case.seed),
     ]  # fmt: skip
-    with _ONE_START:  # Ray and the engines look for free ports when they start
-        time.sleep(place.stagger_s)
-    keep_newest(run / "checkpoints")
-    called(case, command, place.work / f"{case.name}.log")
-    keep_newest(run / "checkpoints")
+    checkpoints = run / "checkpoints"
+    if newest(checkpoints) != size.steps - 1:
+        with _ONE_START:  # many imports at once take longer than one after the other
+            time.sleep(place.stagger_s)
+        keep_newest(checkpoints)
+        called(case, command, place.work / f"{case.name}.log")
+        keep_newest(checkpoints)
     convert = [
-        sys.executable, "-m", "slime_tandem.cli", "convert", str(run / "checkpoints"), str(run / "senior"), "--like",
+        sys.executable, "-m", "slime_tandem.cli", "convert", str(checkpoints), str(run / "senior"), "--like",
         str(models / "senior"),
     ]  # fmt: skip
     called(case, convert, place.work / f"{case.name}-convert.log")
     finish(run, size.steps, rewards_of(run / "train.log"))
-    shutil.rmtree(run / "checkpoints")  # 2 GB with the optimizer
+    shutil.rmtree(checkpoints)  # with the optimizer, several times the weights
 
 
 def called(case: Case, command: Sequence[str], log: Path) -> None:
@@ -305,13 +307,17 @@ def rewards_of(log: Path) -> list[float]:
     return [row["rollout/reward_mean"] for _, row in sorted(steps.items()) if "rollout/reward_mean" in row]
 
 
+def newest(checkpoints: Path) -> int | None:
+    """The iteration of the newest whole checkpoint, counted from 0."""
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else None
+
+
 def keep_newest(checkpoints: Path) -> None:
     """Older iterations go: each holds the optimizer."""
-    tracker = checkpoints / "latest_checkpointed_iteration.txt"
-    if tracker.exists():
-        newest = f"iter_{int(tracker.read_text()):07d}"
+    if (kept := newest(checkpoints)) is not None:
         for folder in checkpoints.glob("iter_*"):
-            if folder.name != newest:
+            if folder.name != f"iter_{kept:07d}":
                 shutil.rmtree(folder)
 
 

@@ -31,9 +31,20 @@ _FRAME_BYTES = 9
 """Of the opcode FRAME itself: a byte and its length."""
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_PLANNER = (
+    "torch.distributed.checkpoint.planner"  # Megatron adds the ranks' plans, to compare the next save's; not read here
+)
 _FIELDS: dict[tuple[str, str], frozenset[str]] = {
     (_METADATA, "Metadata"): frozenset(
-        {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "mcore_data"}
+        {
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "storage_meta",
+            "version",
+            "mcore_data",
+            "all_local_plans",
+        }
     ),
     (_METADATA, "TensorStorageMetadata"): frozenset({"properties", "size", "chunks"}),
     (_METADATA, "BytesStorageMetadata"): frozenset(),
@@ -41,16 +52,21 @@ _FIELDS: dict[tuple[str, str], frozenset[str]] = {
     (_METADATA, "MetadataIndex"): frozenset({"fqn", "offset", "index"}),
     (_METADATA, "StorageMeta"): frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),
     (_METADATA, "TensorProperties"): frozenset(),  # its state is a tuple
+    (_PLANNER, "SavePlan"): frozenset({"items", "storage_data", "planner_data", "usable"}),
+    (_PLANNER, "WriteItem"): frozenset({"index", "type", "bytes_io_data", "tensor_data"}),
+    (_PLANNER, "TensorWriteData"): frozenset({"chunk", "properties", "size"}),
+    (_PLANNER, "BytesIOWriteData"): frozenset({"nbytes"}),
     (_FILESYSTEM, "_StorageInfo"): frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
 }
 """Classes whose instances an index holds, with the fields that state may set."""
 _ENUM = (_METADATA, "_MEM_FORMAT_ENCODING")
 _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _MEMBER = f"{_METADATA}._MEM_FORMAT_ENCODING"
+_WRITES, _KINDS = (_PLANNER, "WriteItemType"), ("TENSOR", "SHARD", "BYTE_IO")
 _SIZE, _LAYOUT, _GETATTR = ("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "getattr")
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second: its home in Python 3.13
 _DICT = ("collections", "OrderedDict")
-_CALLED = {_ENUM, _SIZE, _LAYOUT, _GETATTR, _DICT, *_PATHS}
+_CALLED = {_ENUM, _WRITES, _SIZE, _LAYOUT, _GETATTR, _DICT, *_PATHS}
 _DTYPES = frozenset(
     str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
 )
@@ -303,9 +319,13 @@ def _called(name: tuple[str, str], arguments: tuple[Any, ...]) -> Any:
         return Name(("torch", "strided"))
     if name == _ENUM and arguments in ((0,), (1,), (2,)):
         return Name((_MEMBER, _FORMATS[arguments[0]]))
+    if name == _WRITES and arguments in ((1,), (2,), (3,)):
+        return Name((".".join(_WRITES), _KINDS[arguments[0] - 1]))
     # How Python 3.11.0 to 3.11.3 pickles a member of an Enum (bpo-44342, undone since).
     if name == _GETATTR and len(arguments) == 2 and arguments[0] == Name(_ENUM) and arguments[1] in _FORMATS:
         return Name((_MEMBER, arguments[1]))
+    if name == _GETATTR and len(arguments) == 2 and arguments[0] == Name(_WRITES) and arguments[1] in _KINDS:
+        return Name((".".join(_WRITES), arguments[1]))
     if name in _PATHS and all(isinstance(part, str) for part in arguments):
         return Name((name[0], "/".join(arguments)))
     if name == _DICT and not arguments:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from slime_tandem.errors import CheckpointError
 from slime_tandem.megatron import tensor_index
@@ -72,6 +73,20 @@ class Called:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call
+
+
+def test_the_ranks_plans_that_megatron_adds_are_passed_over(tmp_path: Path) -> None:
+    """Its own save keeps them in the index, to compare the next save's plans with."""
+    whole = index()
+    without = read(tmp_path, whole)
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 4)))
+    tensor = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), torch.Size((4, 4)))
+    items = [
+        WriteItem(MetadataIndex("a", torch.Size((0, 0))), WriteItemType.SHARD, tensor_data=tensor),
+        WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(3)),
+    ]
+    whole.all_local_plans = [SavePlan(items), SavePlan([], planner_data={"b": ("b",)})]  # type: ignore[attr-defined]
+    assert read(tmp_path, whole) == without
 
 
 def test_an_early_python_3_11_pickles_a_member_of_an_enum_by_getattr(tmp_path: Path) -> None:
