@@ -273,6 +273,7 @@ def engine(
             preloaded_python,
             args=("--mem-fraction-static", "0.3", "--log-level", "info", *args),
             catch_up=BOUNDS if "catch up" in request.param else None,
+            prefill="auto" if "FlashInfer" in request.param else "triton",
         ),
         log_file=tmp_path_factory.mktemp("log") / "server.log",
     )
