@@ -15,16 +15,10 @@ repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-platforms=()
-for n in 39 38 37 36 35 34 33 32 31 30 29 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
-platforms+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
-get() { # FOLDER PACKAGE...
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-    --python-version 3.12 --implementation cp "${platforms[@]}" -d "$work/$1" "${@:2}"
-}
-get first ray==2.55.1 sglang-router==0.3.2
+source "$(dirname "${BASH_SOURCE[0]}")/foreign_wheels.sh"
+get "$work/first" ray==2.55.1 sglang-router==0.3.2
 # Last on the path: the machine's own come first where it has them.
-get last omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
+get "$work/last" omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
   markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
 mkdir "$work/ray" "$work/source"

@@ -14,16 +14,10 @@ here=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-platforms=()
-for n in {39..17}; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
-platforms+=(--platform manylinux2014_x86_64)
-get() { # FOLDER PACKAGE...
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-    --python-version 3.12 --implementation cp "${platforms[@]}" -d "$work/$1" "${@:2}"
-}
-get wheels/first "transformer_engine_cu13==$version" "transformer_engine==$version"
+source "$(dirname "${BASH_SOURCE[0]}")/foreign_wheels.sh"
+get "$work/wheels/first" "transformer_engine_cu13==$version" "transformer_engine==$version"
 # Last on the path: an environment's own pydantic comes first, with the core that it fits.
-get wheels/last pydantic==2.11.7 pydantic-core==2.33.2 annotated-types==0.7.0 typing-inspection==0.4.2
+get "$work/wheels/last" pydantic==2.11.7 pydantic-core==2.33.2 annotated-types==0.7.0 typing-inspection==0.4.2
 for kind in first last; do
   mkdir -p "$work/kit/$kind"
   for wheel in "$work/wheels/$kind"/*.whl; do unzip -q -o "$wheel" -d "$work/kit/$kind"; done

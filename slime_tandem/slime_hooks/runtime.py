@@ -34,7 +34,7 @@ from slime_tandem.slime_hooks.refused import scores_by_id
 from slime_tandem.slime_hooks.settings import settings
 from slime_tandem.slime_hooks.state import STATE
 from slime_tandem.team.roster import Roster
-from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey
+from slime_tandem.types import JUNIOR, SENIOR, Prompt, SampleKey, TandemSample
 
 _EXTRA = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "sampling_seed"}
 """Sampling parameters of slime's that our requests set themselves."""
@@ -190,11 +190,16 @@ class Runtime:
         task: asyncio.Task[None] | None = None
         assert panel is not None, "opd.read_along"
 
+        async def read_part(writer: TandemWriter, part: TandemSample) -> None:
+            async with self._places:
+                if not writer.done:  # else it is scored whole, or was meanwhile
+                    await panel.read_along(part)
+
         def on_part(writer: TandemWriter) -> None:
             nonlocal read, task
             if (task is None or task.done()) and len(writer.response_ids) >= read + every and writer.prompt.messages:
                 read = len(writer.response_ids)
-                task = asyncio.get_running_loop().create_task(panel.read_along(writer.part()))
+                task = asyncio.get_running_loop().create_task(read_part(writer, writer.part()))
 
         return on_part
 
@@ -228,7 +233,8 @@ class Runtime:
 
     @cached_property
     def _places(self) -> asyncio.Semaphore:
-        """For samples that are scored at once: slime scores each in a call of its own, a `Teacher` counts within a call."""
+        """For samples or parts of them that are scored at once: slime scores each in a call of its own, and a `Teacher` counts
+        within a call."""
         return asyncio.Semaphore(self.roster.config.opd.concurrency * self.roster.config.engine.max_batch)
 
     async def score(self, sample: Any) -> None:

@@ -45,8 +45,6 @@ WINDOW = 32
 """Positions of a request for exact candidates (distill/candidates.py)."""
 ID_BYTES = 7
 """Of an id as text in a request, with its comma: vocabularies of six digits."""
-TEACHER_BYTES = 41
-"""Of a token that a teacher scores: its id as text, and log-prob and id in the answer."""
 TEACHER_TOKENS_PER_S = 32768 / (7.54 - 4.37)
 """Response tokens that a 3B teacher scores a second on a card that it shares with idle engines: 64 responses of 512 tokens at
 once took the rollout from 4.37 to 7.54 s (docs/results/slime-scale.md, prefills of 2,048 tokens, one H200)."""

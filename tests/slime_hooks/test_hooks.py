@@ -627,6 +627,43 @@ def test_so_many_samples_are_scored_at_once_whoever_asks(sample_class: Any, scri
     assert max(inside) == 6
 
 
+def test_parts_that_are_read_along_count_against_the_same_bound(sample_class: Any, scripted: Any) -> None:
+    """Twenty responses written at once, each of three parts; a response that ended meanwhile is left to `score`."""
+    inside: list[int] = []
+
+    class Panel:
+        now = 0
+        scoring = None
+
+        async def read_along(self, part: Any) -> None:
+            self.now += 1
+            inside.append(self.now)
+            await asyncio.sleep(0.01)
+            self.now -= 1
+
+    senior = scripted(1, 0, stop_after=999)
+    answer = senior.generate
+
+    async def later(requests: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return await answer(requests)
+
+    senior.generate = later
+    made = roster("tandem.enabled=false", "opd.read_along=16", "opd.concurrency=1", "engine.max_batch=2")
+    team = runtime.Runtime(made, {SENIOR: senior}, Panel(), lambda: False)  # type: ignore[arg-type]
+    settings.use(settings.ANY, made.config)
+    asked = [{"role": "user", "content": "q"}]
+    samples = [sample_class(index=i, prompt="xy", label="2", metadata={"messages": asked}) for i in range(20)]
+
+    async def all_at_once() -> None:
+        params = {"max_new_tokens": 48, "temperature": 1.0}
+        await asyncio.gather(*(team.write(s, params, tandem=False, evaluation=False) for s in samples))
+
+    asyncio.run(all_at_once())
+    assert inside
+    assert max(inside) <= 2
+
+
 def test_the_collector_leaves_alone_what_was_there_before_the_first_sample() -> None:
     gc.unfreeze()  # what another test of this process has frozen
     thresholds = gc.get_threshold()
