@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -46,6 +47,16 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}%EOT%{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_open_event_loop() -> Iterator[None]:
+    """A file's tests leave no event loop open: garbage collection finds it much later, and another test fails for it."""
+    yield
+    loop = getattr(getattr(asyncio.get_event_loop_policy(), "_local", None), "_loop", None)
+    if loop is not None and not loop.is_closed():
+        loop.close()
+        raise AssertionError("an event loop of this file's tests is open: close its Runner, or what has one")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _number(value: object) -> float | None:
 
 class Caller:
     """Calls `function` with what `arguments` found. `batch`: all responses of a call at once; else one after the other, a
-    coroutine function's all at once, each within `timeout_s` on the wall. It is kept between calls, as is its event loop."""
+    coroutine function's all at once, each within `timeout_s` on the wall. It is kept between calls, as is its event loop, until
+    `close`: a worker's ends with its process."""
 
     def __init__(self, function: Callable[..., Any], *, batch: bool, waits: bool, timeout_s: float) -> None:
         self._function = function
@@ -127,6 +128,10 @@ class Caller:
         if self._waits:
             return self._loop.run(self._all(given))
         return [self._one(arguments) for arguments in given]
+
+    def close(self) -> None:
+        """Close the event loop; nothing is called afterwards."""
+        self._loop.close()
 
     def _one(self, arguments: dict[str, Any]) -> Outcome:
         try:

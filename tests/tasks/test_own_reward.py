@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -389,6 +390,7 @@ def test_a_family_of_ones_own_is_scored_alike(module: Module) -> None:
 def test_a_caller_answers_in_the_process_as_well() -> None:
     """The same without a process: what the worker makes is a plain object."""
     caller = Caller(lambda text: asyncio.sleep(0, 0.25), batch=False, waits=False, timeout_s=1.0)
-    assert caller([{"text": "a"}, {}])[0]["value"] == 0.25
-    assert caller([{}])[0]["problem"] == "raised"
+    with contextlib.closing(caller):
+        assert caller([{"text": "a"}, {}])[0]["value"] == 0.25
+        assert caller([{}])[0]["problem"] == "raised"
     assert isinstance(parameters_of(lambda text: 0, "w", "m:f"), Parameters)
