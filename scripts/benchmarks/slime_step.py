@@ -87,8 +87,9 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
     settings = [*settings, *a.set]
     command = [
         sys.executable, "-W", "ignore", str(SLIME / "real_run.py"), "--slime", a.slime, "--megatron", a.megatron, "--models",
-        a.work / "models", "--prompts", a.prompts, "--work", work, "--steps", a.warmup + a.steps, "--prompts-per-step",
-        a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--no-save", "--no-dump",
+        a.models, "--prompts", a.prompts, "--work", work, "--steps", a.warmup + a.steps, "--prompts-per-step",
+        a.prompts_per_step, "--group", a.group, "--max-tokens", a.max_tokens, "--no-dump",
+        *(("--save-interval", a.save_interval) if a.save_interval else ("--no-save",)),
         "--context", a.context, "--tokens-per-gpu", a.tokens_per_gpu, "--pool-tokens", a.pool_tokens, "--rm-type", "random",
         "--fraction", a.fraction, "--side-fraction", a.side_fraction, "--limit", a.limit, "--lr", "1e-6",
         *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags,
@@ -136,6 +137,7 @@ def main() -> None:
     for name in ("--slime", "--megatron", "--tokenizers", "--prompts", "--work", "--out"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--sizes", default="senior=qwen3-4b,junior=qwen3-0.6b,teacher=llama-3b")
+    parser.add_argument("--models", type=Path, help="where the models are, or are made (default: WORK/models)")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=["plain", "tandem_fused", "fused_opd"])
     parser.add_argument("--steps", type=int, default=5, help="steps that count")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not")
@@ -149,20 +151,18 @@ def main() -> None:
     parser.add_argument("--side-fraction", type=float, default=0.12)
     parser.add_argument("--side-prefill", type=int, default=2048)
     parser.add_argument("--limit", type=float, default=500.0, help="seconds of a run")
+    parser.add_argument(
+        "--save-interval", type=int, help="checkpoints; called again with more --steps, a run goes on from its last one"
+    )
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument(
         "--real-run-flags", nargs=argparse.REMAINDER, default=[], help="more for real_run.py, last of all, e.g. --cpu"
     )
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
+    a.models = a.models or a.work / "models"
     t0 = time.monotonic()
-    models = [
-        sys.executable,
-        str(Path(__file__).with_name("scale_models.py")),
-        a.tokenizers,
-        a.work / "models",
-        a.sizes,
-    ]
+    models = [sys.executable, Path(__file__).with_name("scale_models.py"), a.tokenizers, a.models, a.sizes]
     subprocess.run([str(c) for c in models], check=True)
     print(f"models made in {time.monotonic() - t0:.0f} s", flush=True)
     rows = json.loads(a.out.read_text()) if a.out.exists() else []

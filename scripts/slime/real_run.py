@@ -292,13 +292,40 @@ def side_servers(a, env):
 
 _START = """
 import runpy, sys, ray
-gpus, cpus, temp, entry = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-ray.init(num_gpus=gpus, num_cpus=cpus, include_dashboard=False, _temp_dir=temp, _node_ip_address="127.0.0.1",
+cards, cpus, temp, entry = [int(card) for card in sys.argv[1].split(",")], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+ray.init(num_gpus=max(cards) + 1, num_cpus=cpus, include_dashboard=False, _temp_dir=temp, _node_ip_address="127.0.0.1",
          object_store_memory=10**9)
+@ray.remote(num_gpus=1, num_cpus=0)
+class Holds:
+    def card(self):
+        return int(ray.get_gpu_ids()[0])
+held = [Holds.remote() for _ in range(max(cards) + 1)]
+numbers = ray.get([one.card.remote() for one in held])
+for one, number in zip(held, numbers, strict=True):
+    if number in cards:
+        ray.kill(one)
 sys.argv = [entry, *sys.argv[5:]]
 runpy.run_path(entry, run_name="__main__")
 """
-"""Ray with resources of our choice, then slime's program as it is; Ray's processes end with this one."""
+"""Ray with resources of our choice, then slime's program as it is; Ray's processes end with this one. Cards that are not ours
+are held by actors: slime takes Ray's numbers of cards for the driver's, so that CUDA_VISIBLE_DEVICES may not renumber them."""
+
+
+def cards_of(a, env):
+    """Numbers of the cards of trainer and senior: those of CUDA_VISIBLE_DEVICES, taken out of `env`, else the first."""
+    needed = a.gpus + asynchronous(a) * (a.rollout_gpus or a.gpus)
+    visible = env.pop("CUDA_VISIBLE_DEVICES", None) if not a.cpu else None
+    if visible is None:
+        return list(range(needed))
+    try:
+        cards = [int(card) for card in visible.split(",")]
+    except ValueError:
+        cards = []
+    if len(cards) < needed:
+        sys.exit(
+            f"CUDA_VISIBLE_DEVICES: {visible!r}: expected numbers of at least {needed} cards. Remedy: correct it, or unset it"
+        )
+    return sorted(cards[:needed])
 
 
 def fused_flags(a, env, section):
@@ -362,6 +389,7 @@ def main():
             )
     a.work.mkdir(parents=True, exist_ok=True)
     env = environment(a)
+    cards = cards_of(a, env)
     servers = side_servers(a, env)
     t0 = time.monotonic()
     try:
@@ -384,7 +412,7 @@ def main():
             "ignore",
             "-c",
             _START,
-            str(a.gpus + asynchronous(a) * (a.rollout_gpus or a.gpus)),
+            ",".join(map(str, cards)),
             "16",
             f"/tmp/r{os.getpid()}",
             str(a.slime / a.entry),

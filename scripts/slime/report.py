@@ -14,6 +14,7 @@ from pathlib import Path
 
 _LINE = re.compile(r"(?:- |\] )(slime_tandem|rollout|step|perf|eval) (\d+): (\{.*\})")
 _SENT = re.compile(r"slime_tandem channels sent (\d+): samples (\d+) check-sum (\w+)")
+_PROCESS = re.compile(r"\(\w+ pid=(\d+)")
 _RECEIVED = re.compile(
     r"slime_tandem channels received: tokens (\d+) check-sum (\w+)(?: peak (\d+) bytes(?:, (\d+) retries)?)?"
 )
@@ -26,11 +27,11 @@ _COLUMNS = {
 
 
 def read(log):
-    """({rollout: {metric: value}}, [(rollout, sent, received, tokens)], (peak bytes, retries) of a trainer rank) of a log.
+    """({rollout: {metric: value}}, [(rollout, sent, received, tokens, ranks)], (peak bytes, retries) of a rank) of a log.
 
-    A resumed run's lines come later and count; ranks that received the same are listed once.
+    A resumed run's lines come later and count; ranks that received the same are listed once, with their number.
     """
-    steps, sums, sent, peak, retries = {}, [], {}, 0, 0
+    steps, sums, sent, peak, retries = {}, {}, {}, 0, 0
     for line in log.read_text(errors="replace").splitlines():
         line = re.sub(r"\x1b\[[0-9;]*m", "", line)
         if found := _SENT.search(line):
@@ -40,8 +41,8 @@ def read(log):
             number = sent.get(found[2], last)
             row = (number, found[2] if found[2] in sent else "none", found[2], int(found[1]))
             peak, retries = max(peak, int(found[3] or 0)), max(retries, int(found[4] or 0))
-            if row not in sums:
-                sums.append(row)
+            process = _PROCESS.search(line)
+            sums.setdefault(row, set()).add(process[1] if process else "")
         elif found := _LINE.search(line):
             try:
                 values = ast.literal_eval(found[3].replace("nan", "None"))
@@ -49,9 +50,9 @@ def read(log):
                 continue
             kind, number = found[1], int(found[2])
             if kind == "step":  # optimizer steps of one rollout share its row: the last one counts
-                number = sums[-1][0] if sums else number
+                number = next(reversed(sums))[0] if sums else number
             steps.setdefault(number, {}).update(values)
-    return steps, sums, (peak, retries)
+    return steps, [(*row, len(ranks)) for row, ranks in sums.items()], (peak, retries)
 
 
 def main():
@@ -64,9 +65,13 @@ def main():
     for number in sorted(steps):
         cells = [steps[number].get(name) for name in _COLUMNS.values()]
         print(f"| {number} | " + " | ".join("" if v is None else f"{v:.4g}" for v in cells) + " |")
-    same = sum(s == r for _, s, r, _ in sums)
+    same = sum(s == r for _, s, r, _, _ in sums)
     example = sums[-1][1:3] if sums else None
-    print(f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {example}")
+    ranks = sorted({ranks for *_, ranks in sums})
+    print(
+        f"\nchannels: {same} of {len(sums)} rollouts with the same check-sum on both sides, e.g. {example};"
+        f" each received by {' or '.join(map(str, ranks))} trainer ranks"
+    )
     if peak:
         print(f"peak memory of a trainer rank before the last rollout: {peak / 2**30:.2f} GiB")
     if retries:

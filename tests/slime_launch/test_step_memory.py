@@ -101,3 +101,22 @@ def test_each_card_is_kept_apart(
     table = step_memory.memory_table([{"run": "x", "memory": entries, "card_mib": sampler.totals}])
     assert f"| x | 0 | trainer | 68.4 | {entries[0]['planned_mib'] / 1024:.1f} |" in table
     assert "| x | 1 | all | 58.6 | | |" in table
+
+
+def test_a_run_takes_the_cards_that_it_may_see(scripts: tuple[Any, Any], tmp_path: Path) -> None:
+    """By their own numbers, which slime takes for the driver's: two runs of one machine do not meet."""
+    real_run, _ = scripts
+    apart = flags(real_run, tmp_path, "--entry", "train_async.py")
+    env = {"CUDA_VISIBLE_DEVICES": "3,2"}
+    assert real_run.cards_of(apart, env) == [2, 3], "one for the trainer, one for the senior"
+    assert env == {}
+    assert real_run.cards_of(flags(real_run, tmp_path), {"CUDA_VISIBLE_DEVICES": "5,6"}) == [5]
+    assert real_run.cards_of(flags(real_run, tmp_path, "--gpus", "2"), {}) == [0, 1]
+    assert real_run.cards_of(flags(real_run, tmp_path, "--cpu"), {"CUDA_VISIBLE_DEVICES": ""}) == [0]
+
+
+@pytest.mark.parametrize("visible", ["", "1", "GPU-7f3", "0,x"])
+def test_too_few_cards_are_said(scripts: tuple[Any, Any], tmp_path: Path, visible: str) -> None:
+    real_run, _ = scripts
+    with pytest.raises(SystemExit, match=r"CUDA_VISIBLE_DEVICES.*expected numbers of at least 2 cards"):
+        real_run.cards_of(flags(real_run, tmp_path, "--gpus", "2"), {"CUDA_VISIBLE_DEVICES": visible})
