@@ -11,11 +11,11 @@ kit=$1 out=$2 mode=${3:-two}
 shift $(( $# < 3 ? $# : 3 ))
 work=${WORK:-/tmp/slime_tandem_gpu} site=${SITE:-/tmp/site}
 mkdir -p "$out" "$work"
-[[ -e $work/ray ]] || { mkdir -p "$work/ray" && tar -C "$work/ray" -xJf "$kit/ray.txz"; } || exit 3
-[[ -e $work/source ]] || { mkdir -p "$work/source" && tar -C "$work/source" -xJf "$kit/source.txz"; } || exit 3
-rm -rf "${site:?}/megatron" # SGLang's archive has a newer megatron-core; the run takes slime's
-export PYTHONPATH=$work/source/repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=${PYTHONDONTWRITEBYTECODE:-}
+here=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
+SITE=$site bash "$here/gpu_env.sh" "$kit" "$work" || exit 3
+# shellcheck source=/dev/null
+source "$work/env.sh"
+export PYTHONDONTWRITEBYTECODE=${PYTHONDONTWRITEBYTECODE:-}
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$out/gpu.txt"
 python3 -W ignore - <<'PY' 2> "$out/versions.err" | tee "$out/versions.txt"
 import importlib.metadata as md, sys
@@ -37,13 +37,13 @@ run=$work/run-$name
 nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits --loop=2 > "$out/$mode-memory.csv" &
 sampler=$!
 trap 'kill "$sampler" 2>/dev/null' EXIT # also where a time limit ends this script
-python3 -W ignore "$work/source/repo/scripts/slime/real_run.py" --slime "$work/source/slime" --megatron "$work/source/Megatron-LM" \
+python3 -W ignore "$here/real_run.py" --slime "$work/source/slime" --megatron "$work/source/Megatron-LM" \
   --models "$work/source/models" --prompts "$work/source/prompts.jsonl" --work "$run" --limit 540 "${more[@]}" "$@"
 code=$?
 kill "$sampler"
 awk -F', ' '$3 > most[$2] {most[$2] = $3} END {for (gpu in most) print "GPU " gpu ": at most " most[gpu] " MiB used, all processes"}' \
   "$out/$mode-memory.csv" | sort | tee "$out/$mode-memory.txt"
-python3 -W ignore "$work/source/repo/scripts/slime/report.py" "$run" --json "$out/$mode.json" | tee "$out/$mode.md"
+python3 -W ignore "$here/report.py" "$run" --json "$out/$mode.json" | tee "$out/$mode.md"
 cp "$run/command.txt" "$out/$mode-command.txt"
 xz -c "$run/train.log" > "$out/$mode-train.log.xz"
 for role in junior teacher; do [[ -e $run/$role.log ]] && tail -c 20000 "$run/$role.log" > "$out/$mode-$role.log"; done

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Unpacks what a machine without a network got, once each, and writes WORK/env.sh, which a shell sources before it runs anything.
+#
+#   gpu_env.sh KIT [WORK]      KIT: folder of ray.txz and source.txz (make_gpu_kit.sh); of site.txz (SGLang), if it is there
+#
+#   WORK    default /tmp/slime_tandem_gpu
+#   SITE    where SGLang is, or is unpacked (default: /tmp/site)
+#   MORE    a folder of further packages, the last on the path (default: none)
+set -euo pipefail
+[[ $# == 1 || $# == 2 ]] || { sed -n '2,8p' "$0" >&2; exit 2; }
+kit=$(realpath "$1") work=${2:-/tmp/slime_tandem_gpu} site=${SITE:-/tmp/site}
+repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
+mkdir -p "$work"
+unpack() { # ARCHIVE FOLDER: a mark beside it says that it is whole
+  [[ -e "$2.whole" ]] && return
+  [[ -f "$1" ]] || { echo "gpu_env: $1: expected an archive; make it with make_gpu_kit.sh" >&2; return 3; }
+  mkdir -p "$2"
+  tar -C "$2" -xJf "$1"
+  touch "$2.whole"
+}
+if [[ -f "$kit/site.txz" ]]; then unpack "$kit/site.txz" "$site"; fi
+unpack "$kit/ray.txz" "$work/ray"
+unpack "$kit/source.txz" "$work/source"
+rm -rf "${site:?}/megatron" # SGLang's archive has a newer megatron-core; a run takes slime's
+cat > "$work/env.sh" <<ENV
+export PYTHONPATH=$repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last${MORE:+:$MORE}
+export SLIME_DIR=$work/source/slime MEGATRON_LM_DIR=$work/source/Megatron-LM
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK=1 SGLANG_LOGITS_PROCESSER_CHUNK_SIZE=1024
+ENV
