@@ -390,7 +390,7 @@ def families(question: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
     return [("both together", who, pairs) for who in ("tandem", "solo")]
 
 
-def lines_of(folder: Path, question: str) -> dict[str, dict[int, Line]]:
+def lines_of(folder: Path, question: str, seeds: Sequence[int] = SEEDS) -> dict[str, dict[int, Line]]:
     """The lines by arm and seed, in the order of `arms_of`, with those of other files that the question is compared with.
 
     Those of (a) are measure.py's alone: the outcomes of its own lines are by each arm's own rule, which differ.
@@ -400,7 +400,7 @@ def lines_of(folder: Path, question: str) -> dict[str, dict[int, Line]]:
         path, arms = folder / "two_notations_measured.jsonl", dict[str, dict[int, Line]]()
         for row in _rows(path) if path.exists() else []:
             name = row["arm"] if row["question"] == "a" else names.get(row["arm"])
-            if name and row["dose"] == 0 and row["seed"] in SEEDS:
+            if name and row["dose"] == 0 and row["seed"] in seeds:
                 arms.setdefault(name, {})[row["seed"]] = row
     else:
         arms = by_arm(read(folder, question))
@@ -411,10 +411,12 @@ def lines_of(folder: Path, question: str) -> dict[str, dict[int, Line]]:
     return {arm: dict(sorted(arms[arm].items())) for arm in arms_of(question) if arm in arms}
 
 
-def comparisons(folder: Path, question: str) -> list[tuple[str, str, list[tuple[Difference, float]]]]:
+def comparisons(
+    folder: Path, question: str, seeds: Sequence[int] = SEEDS
+) -> list[tuple[str, str, list[tuple[Difference, float]]]]:
     """Per family: title, whose accuracy, the differences with their p-values corrected together. Arms without lines are left
     out."""
-    arms, found = lines_of(folder, question), []
+    arms, found = lines_of(folder, question, seeds), []
     for title, who, pairs in families(question):
         differences = [
             difference(arms[a], arms[b], right(who), (a, b))
@@ -431,9 +433,9 @@ def comparisons(folder: Path, question: str) -> list[tuple[str, str, list[tuple[
     return out
 
 
-def table(folder: Path, question: str) -> str:
+def table(folder: Path, question: str, seeds: Sequence[int] = SEEDS) -> str:
     """The page's tables in Markdown: accuracies by arm, differences by family, and for (c) where the kept tokens lie."""
-    arms = lines_of(folder, question)
+    arms = lines_of(folder, question, seeds)
     metrics = ("solo_accuracy", "tandem_accuracy", "teacher_kl")
     ends = {(arm, m): [r.get(f"{m}_after") for r in runs.values()] for arm, runs in arms.items() for m in metrics}
     if question == "a":
@@ -452,7 +454,7 @@ def table(folder: Path, question: str) -> str:
             each([v for v in ends[arm, m] if v is not None], "+" if m == "tandem less solo" else "") for m in shown
         ]
         lines.append(f"| {arm} | {', '.join(map(str, runs))} | {' | '.join(cells)} |")
-    for title, who, found in comparisons(folder, question):
+    for title, who, found in comparisons(folder, question, seeds):
         lines += ["", *differences_table(f"{title}, {who} accuracy", found)]
     if question == "a":
         shown_only = [
@@ -540,13 +542,14 @@ def main() -> None:
     showing = commands.add_parser("table")
     showing.add_argument("question", choices=list(QUESTIONS))
     showing.add_argument("folder", type=Path)
+    showing.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="of (a)")
     args = parser.parse_args()
     if args.command == "run":
         run(args)
     elif args.command == "list":
         print(*(case.name for case in cases(args.question, args.seeds)), sep="\n")
     else:
-        print(table(args.folder, args.question))
+        print(table(args.folder, args.question, args.seeds))
 
 
 if __name__ == "__main__":

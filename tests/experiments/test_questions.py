@@ -160,6 +160,19 @@ def test_arms_of_a_are_measured_alike(questions: ModuleType, tmp_path: Path) -> 
     assert "| 0.500, 0.500; mean 0.500 | -0.500, -0.500; mean -0.500 |" in shown.splitlines()[3]
     # 3, 2, 1 in both seeds: one way of 36 is as high.
     assert shown.endswith("Page's trend test, 2 seeds: L = 28, p = 0.0278.")
+    fresh = [measured("solo GRPO", seed, "11", "01", None) for seed in (6, 7)]
+    (tmp_path / "two_notations_measured.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*found, *fresh]))
+    assert questions.table(tmp_path, "a") == shown, "other seeds are asked for by name"
+    assert list(questions.lines_of(tmp_path, "a", (6, 7))) == ["solo GRPO"]
+
+
+def test_the_replication_of_the_trend_is_the_pages(questions: ModuleType) -> None:
+    data = Path(questions.__file__).parents[2] / "docs" / "results" / "data" / "seeds_6_to_10"
+    shown = questions.table(data, "a", (6, 7, 8, 9, 10))
+    assert shown.endswith("Page's trend test, 5 seeds: L = 65, p = 0.0795.")
+    page = (data.parents[1] / "question-a-tandem-against-solo.md").read_text(encoding="utf-8")
+    cells = [" | ".join(row.split(" | ")[2:]) for row in shown.splitlines()[2:7]]
+    assert all(row in page for row in cells)
 
 
 def test_sentence_stands_beside_solo_grpo_without_a_test(questions: ModuleType, tmp_path: Path) -> None:
