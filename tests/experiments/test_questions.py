@@ -78,7 +78,11 @@ def test_runs_are_made_in_the_protocols_order(questions: ModuleType) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_a_question_is_run_stopped_and_gone_on_with(
-    questions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    questions: ModuleType,
+    script: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One arm of each kind, on models that have learnt nothing: lines, tables, and nothing done twice."""
     data, work = tmp_path / "data", tmp_path / "work"
@@ -104,6 +108,10 @@ def test_a_question_is_run_stopped_and_gone_on_with(
     shown = capsys.readouterr().out
     assert "| random 0.5 | 1 |" in shown
     assert "| full | 1 |" in shown
+    chains = script("eight_chains").evaluated(work / "runs" / "a-sentence-seed-1", 2, 2)
+    assert set(script("eight_chains").SHOWN) - {"solo/pass@8", "handoff/pass@8"} < set(chains)
+    assert "solo/pass@2" in chains
+    assert "solo/pass@4" not in chains, "of two chains"
 
 
 def line(arm: str, seed: int, right: str, **more: object) -> str:
