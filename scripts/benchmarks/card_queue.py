@@ -30,8 +30,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 REPO = Path(__file__).resolve().parents[2]
 GRACE_S = 60.0
@@ -46,19 +49,20 @@ class PlanError(ValueError):
     """A plan, or a value of it, that cannot be run."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(BaseModel):
     """One command of a plan.
 
-    >>> Job("tp2", cards=2, limit=300.0, command="train --side-gpu {card1} {work}").text({"work": "/w"}, [4, 6])
+    >>> Job(name="tp2", cards=2, limit=300, command="train --side-gpu {card1} {work}").text({"work": "/w"}, [4, 6])
     'train --side-gpu 6 /w'
     """
 
-    name: str
-    cards: int
-    limit: float
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(pattern="^[^/]+$")]
+    cards: Annotated[int, Field(ge=0)]
+    limit: Annotated[float, Field(gt=0)]
     command: str
-    after: tuple[str, ...] = ()
+    after: list[str] = []
     flags: str = ""
 
     def text(self, values: Mapping[str, object], cards: Sequence[int]) -> str:
@@ -90,16 +94,22 @@ class Plan:
         """Raises PlanError for a file that is no plan."""
         try:
             tree = tomllib.loads(path.read_text(encoding="utf-8"))
-            jobs = tuple(Job(**{**entry, "after": tuple(entry.get("after", ()))}) for entry in tree.pop("job"))
-            plan = cls(jobs, tree.pop("values", {}))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, AttributeError, KeyError) as error:
+            jobs = tuple(Job(**entry) for entry in tree.pop("job"))
+            plan = cls(jobs, dict(tree.pop("values", {})))
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = ".".join(map(str, first["loc"]))
+            raise PlanError(f"{path}: a job's {what} {first['input']!r}: {first['msg']}; correct it") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, KeyError) as error:
             raise PlanError(
                 f"{path}: {error}: expected [values] and [[job]], as the head of card_queue.py says"
             ) from None
+        if tree:
+            raise PlanError(f"{path}: {', '.join(tree)}: expected [values] and [[job]] alone; correct it")
         names = [job.name for job in jobs]
         for i, job in enumerate(jobs):
-            if job.name in names[:i] or "/" in job.name:
-                raise PlanError(f"{path}: job {job.name!r}: expected a name of its own without a slash; rename it")
+            if job.name in names[:i]:
+                raise PlanError(f"{path}: job {job.name!r}: expected a name of its own; rename it")
             if unknown := set(job.after) - set(names[:i]):  # nor can a job wait for a later one, or itself
                 raise PlanError(f"{path}: job {job.name}: after {', '.join(unknown)}: expected jobs before it; mend it")
         return plan
@@ -217,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if unknown := set(a.only) - {job.name for job in plan.jobs}:
                 raise PlanError(f"--only: {', '.join(sorted(unknown))}: expected names of {a.plan}'s jobs; correct it")
             kept = (job for job in plan.jobs if job.name in a.only)
-            asked = [replace(job, after=tuple(name for name in job.after if name in a.only)) for job in kept]
+            asked = [job.model_copy(update={"after": [n for n in job.after if n in a.only]}) for job in kept]
             plan = Plan(tuple(asked), plan.values)
         values = dict(_pair(text) for text in a.values)
         if unknown := values.keys() - plan.values.keys():
