@@ -23,7 +23,6 @@ import measure
 import questions
 import two_notations
 
-from slime_tandem.config import RunConfig
 from slime_tandem.evaluation.run import run_evaluation
 from slime_tandem.report.summary import load_config
 
@@ -33,31 +32,12 @@ NAMES = {"tandem alone": BASE}
 """Names of two notations' arms in question a."""
 
 
-def config_of(run: Path, chains: int, prompts: int) -> RunConfig:
-    """The evaluation of a finished run's senior, with the junior, tasks and seed of its training."""
-    trained = load_config(run)
-    return RunConfig.from_mapping(
-        {
-            "name": run.name,
-            "runs_dir": str(run.parents[1] / "chains"),
-            "seed": trained.seed,
-            "models": {"senior": str(run / "senior"), "junior": trained.models.junior},
-            "tasks": [t.model_dump(exclude={"environment", "max_turns"}, exclude_none=True) for t in trained.tasks],
-            "opd": {"enabled": False},
-            "sampling": {"max_new_tokens": trained.sampling.max_new_tokens},
-            "eval": {
-                "start": trained.models.senior,
-                "handoff_strategy": "word",
-                "chains": chains,
-                "prompts": prompts,
-            },
-        }
-    )
-
-
 def evaluated(run: Path, chains: int, prompts: int) -> dict[str, float | None]:
-    """What `slime-tandem eval` finds, by its names; None where it has no value."""
-    found = run_evaluation(config_of(run, chains, prompts), lambda _: None).to_json()["results"]
+    """What `slime-tandem eval` finds for a finished run's senior, by its names; None where it has no value."""
+    trained = load_config(run)
+    how = {"start": trained.models.senior, "handoff_strategy": "word", "chains": chains, "prompts": prompts}
+    config = measure.config_of(run, trained, "chains", eval=how)
+    found = run_evaluation(config, lambda _: None).to_json()["results"]
     return {name: result["value"] for name, result in found.items()}
 
 

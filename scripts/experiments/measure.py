@@ -48,18 +48,24 @@ def measured(run: Path) -> dict[str, Any]:
     # A control that was only evaluated started from another's end (two_notations.py); the main job beside it knows the start.
     beside = run if trained.train.steps else run.with_name(run.name.replace("solo-grpo", "tandem-teacher"))
     start = Path(load_config(beside).models.senior)
-    config = RunConfig.from_mapping(
+    config = config_of(run, trained, "measured")
+    return of_models(config, start, trained.eval.prompts)
+
+
+def config_of(run: Path, trained: RunConfig, beside: str, **more: Any) -> RunConfig:
+    """What reads a finished run's senior, with the junior, tasks and seed of its training; it writes into a folder `beside`."""
+    return RunConfig.from_mapping(
         {
             "name": run.name,
-            "runs_dir": str(run.parents[1] / "measured"),
+            "runs_dir": str(run.parents[1] / beside),
             "seed": trained.seed,
             "models": {"senior": str(run / "senior"), "junior": trained.models.junior},
             "tasks": [t.model_dump(exclude={"environment", "max_turns"}, exclude_none=True) for t in trained.tasks],
             "opd": {"enabled": False},
             "sampling": {"max_new_tokens": trained.sampling.max_new_tokens},
+            **more,
         }
     )
-    return of_models(config, start, trained.eval.prompts)
 
 
 def of_models(
