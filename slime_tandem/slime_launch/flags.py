@@ -187,6 +187,12 @@ def plan(
         number, kept, text = run_id(config.run_dir.resolve())
         environment |= {"WANDB_RUN_ID": number, "WANDB_RESUME": "allow"}
         files |= {} if text is None else {kept: text}
+    if "TENSORBOARD_DIR" not in os.environ and (
+        "tensorboard" in config.report_to or "--use-tensorboard" in split(extra)
+    ):
+        environment["TENSORBOARD_DIR"] = str(
+            config.run_dir.resolve() / "tb"
+        )  # slime's own lies in the folder that a job is in
     if fused is not None:
         variables, more = fused
         environment |= variables

@@ -158,6 +158,21 @@ def test_report_to_is_slimes_flags_and_the_users_own_come_first(
         tracked(report_to="trackio")
 
 
+def test_tensorboard_writes_into_the_runs_folder(sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a local run does; slime's own default lies in whatever folder the job is in."""
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+
+    def where(*extra: str, **settings: object) -> str | None:
+        config = sized(name="mine", runs_dir=str(tmp_path / "runs"), **settings)
+        return plan(config, tmp_path / "launch", extra=list(extra)).environment.get("TENSORBOARD_DIR")
+
+    folder = str(tmp_path / "runs" / "mine" / "tb")
+    assert where(report_to="tensorboard") == where("--use-tensorboard", report_to="none") == folder
+    assert where(report_to="none") is None
+    monkeypatch.setenv("TENSORBOARD_DIR", "/theirs")
+    assert where(report_to="tensorboard") is None, "what the user says comes first"
+
+
 def test_a_launch_that_goes_on_is_the_same_run_of_weights_and_biases(
     sized: Sized, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
