@@ -5,13 +5,12 @@
 #   scripts/slime/make_gpu_kit.sh SLIME MEGATRON MODELS PROMPTS OUTDIR
 #
 # SLIME, MEGATRON: checked-out sources, Megatron with slime's docker/patch/latest/megatron.patch applied. MODELS: folders senior,
-# junior, teacher. PROMPTS: a file of scripts/slime/prompts.py. There: scripts/slime/on_gpu.sh.
+# junior, teacher. PROMPTS: a file of scripts/slime/prompts.py. There, in a checkout of this project: scripts/slime/on_gpu.sh.
 set -euo pipefail
 [[ $# == 5 ]] || { sed -n '2,9p' "$0" >&2; exit 2; }
 slime=$(realpath "$1") megatron=$(realpath "$2") models=$(realpath "$3") prompts=$(realpath "$4")
 mkdir -p "$5"
 out=$(realpath "$5")
-repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -39,9 +38,6 @@ mkdir -p "$work/source/Megatron-LM"
 cp -r "$megatron/megatron" "$work/source/Megatron-LM/"
 mkdir -p "$work/source/slime"
 cp -r "$slime"/{slime,slime_plugins,train.py,train_async.py} "$work/source/slime/"
-mkdir -p "$work/source/repo/scripts"
-cp -r "$repo/slime_tandem" "$work/source/repo/"
-cp -r "$repo"/scripts/{slime,benchmarks} "$work/source/repo/scripts/"
 cp -r "$models" "$work/source/models"
 cp "$prompts" "$work/source/prompts.jsonl"
 find "$work" -name __pycache__ -type d -prune -exec rm -rf {} +

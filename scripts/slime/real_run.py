@@ -295,15 +295,15 @@ import runpy, sys, ray
 cards, cpus, temp, entry = [int(card) for card in sys.argv[1].split(",")], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 ray.init(num_gpus=max(cards) + 1, num_cpus=cpus, include_dashboard=False, _temp_dir=temp, _node_ip_address="127.0.0.1",
          object_store_memory=10**9)
-@ray.remote(num_gpus=1, num_cpus=0)
-class Holds:
-    def card(self):
-        return int(ray.get_gpu_ids()[0])
-held = [Holds.remote() for _ in range(max(cards) + 1)]
-numbers = ray.get([one.card.remote() for one in held])
-for one, number in zip(held, numbers, strict=True):
-    if number in cards:
-        ray.kill(one)
+if len(cards) <= max(cards):
+    @ray.remote(num_gpus=1, num_cpus=0)
+    class Holds:
+        def card(self):
+            return int(ray.get_gpu_ids()[0])
+    held = [Holds.remote() for _ in range(max(cards) + 1)]
+    for one, number in zip(held, ray.get([one.card.remote() for one in held]), strict=True):
+        if number in cards:
+            ray.kill(one)
 sys.argv = [entry, *sys.argv[5:]]
 runpy.run_path(entry, run_name="__main__")
 """

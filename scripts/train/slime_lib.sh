@@ -190,7 +190,7 @@ submit() {
   done
   submission=("$SLIME_PYTHON" -m ray.scripts.scripts job submit --address "${RAY_DASHBOARD:-}")
   job="tandem-$(basename "$(dirname "$folder")")-$$-$RANDOM"
-  submission+=(--submission-id "$job" --runtime-env-json "$(runtime_env)" -- "$SLIME_PYTHON" "$SLIME_DIR/train.py" "${SLIME_FLAGS[@]}")
+  submission+=(--submission-id "$job" --runtime-env-json "$(runtime_env "$folder/launch.sh")" -- "$SLIME_PYTHON" "$SLIME_DIR/train.py" "${SLIME_FLAGS[@]}")
   if [[ "${DRY_RUN:-0}" == 1 ]]; then
     run "${submission[@]}"
     job=""
@@ -201,14 +201,16 @@ submit() {
   return "$code"
 }
 
-# The environment of the job, as JSON: what slime's own scripts set, what the fused engine needs, and the run at W&B.
+# runtime_env LAUNCH: the environment of the job, as JSON: all that the launch exports, and of this shell's what a user may set for
+# the same ends, or names in JOB_ENV. A running Ray gives a job nothing else of it.
 runtime_env() {
   "$SLIME_PYTHON" -c '
-import json, os
-names = ("PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
-         "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE", "SGLANG_HEALTH_CHECK_TIMEOUT",
-         "WANDB_RUN_ID", "WANDB_RESUME")
-names += tuple(os.environ.get("JOB_ENV", "").split())
+import json, os, pathlib, re, sys
+names = re.findall(r"^export (\w+)=", pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"), re.MULTILINE)
+names += ["PYTHONPATH", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SGLANG_HEALTH_CHECK_TIMEOUT",
+          "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE",
+          "WANDB_RUN_ID", "WANDB_RESUME", "TENSORBOARD_DIR"]
+names += os.environ.get("JOB_ENV", "").split()
 env = {n: os.environ[n] for n in names if n in os.environ}
-print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))'
+print(json.dumps({"env_vars": {**env, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}))' "$1"
 }

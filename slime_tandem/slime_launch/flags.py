@@ -187,12 +187,10 @@ def plan(
         number, kept, text = run_id(config.run_dir.resolve())
         environment |= {"WANDB_RUN_ID": number, "WANDB_RESUME": "allow"}
         files |= {} if text is None else {kept: text}
-    if "TENSORBOARD_DIR" not in os.environ and (
-        "tensorboard" in config.report_to or "--use-tensorboard" in split(extra)
-    ):
-        environment["TENSORBOARD_DIR"] = str(
-            config.run_dir.resolve() / "tb"
-        )  # slime's own lies in the folder that a job is in
+    to_tensorboard = "tensorboard" in config.report_to or "--use-tensorboard" in split(extra)
+    if to_tensorboard and "TENSORBOARD_DIR" not in os.environ:
+        # slime's own default lies in whatever folder the job is in.
+        environment["TENSORBOARD_DIR"] = str(config.run_dir.resolve() / "tb")
     if fused is not None:
         variables, more = fused
         environment |= variables

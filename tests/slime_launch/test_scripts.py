@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -152,6 +153,24 @@ def test_a_job_at_weights_and_biases_goes_on_as_the_same_run(
     (kept,) = (tmp_path / "runs").glob("*/trackers.json")
     assert {env["WANDB_RUN_ID"] for env in found} == {json.loads(kept.read_text())["run_id"]}
     assert {env["WANDB_RESUME"] for env in found} == {"allow"}
+
+
+def test_a_job_gets_every_variable_of_its_launch(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that runs already has none of this shell's."""
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    settings = (f"runs_dir={tmp_path / 'runs'}", "report_to=[wandb,tensorboard]", "tracking.mode=offline")
+    sizes = {"STUDENT_HF": "qwen3-1.7B", "TEACHER_MODEL": "qwen3-8B"}
+
+    def job(**variables: str) -> tuple[dict[str, str], set[str]]:
+        command = last_command(run("run_opd.sh", *settings, **sizes, **variables))
+        env = json.loads(command[command.index("--runtime-env-json") + 1])["env_vars"]
+        (launch,) = tmp_path.rglob("launch.sh")
+        return env, set(re.findall(r"^export (\w+)=", launch.read_text(), re.MULTILINE))
+
+    env, exported = job()
+    assert {"TENSORBOARD_DIR", "WANDB_RUN_ID", "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK"} <= exported <= env.keys()
+    assert Path(env["TENSORBOARD_DIR"]).is_relative_to(tmp_path / "runs")
+    assert job(TENSORBOARD_DIR="/theirs")[0]["TENSORBOARD_DIR"] == "/theirs", "what the user says comes first"
 
 
 def test_a_fused_job_finds_slime_megatron_and_the_two_models(run: Run, trio: Any, tmp_path: Path) -> None:
