@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--release", action="store_true", help="also release and resume (needs torch-memory-saver)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
     parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
-    parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="triton")
+    parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="auto")
     parser.add_argument("--rounds", type=int, default=1, help="how often the batch sizes are gone through")
     parser.add_argument("--prompt", type=int, default=90, help="longest prompt, tokens")
     parser.add_argument("--new", type=int, default=32, help="tokens per response")

@@ -480,7 +480,7 @@ def main() -> None:
         "--attention", nargs="+", choices=tuple(NAMES), default=["every_step"], help="of the fused engine"
     )
     parser.add_argument(
-        "--prefill", nargs="+", choices=PREFILLS, default=["triton"], help="engine.fused_prefill of the fused engine"
+        "--prefill", nargs="+", choices=PREFILLS, default=["auto"], help="engine.fused_prefill of the fused engine"
     )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell of one engine; the median counts")
     parser.add_argument(

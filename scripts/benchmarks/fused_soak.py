@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--disconnects", type=float, default=0.1, help="share that lose their connection first")
     parser.add_argument("--pool", type=int, default=1024, help="KV pool of the server started here, tokens")
     parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
-    parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="triton")
+    parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
     parser.add_argument("--log", type=Path, default=Path("fused_soak_server.log"))
     args = parser.parse_args()

@@ -23,8 +23,8 @@ from slime_tandem.engines.fused import ragged_attention as kernels
 from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, lay_out, plan
 
 KV_HEADS, SIZE, BANDWIDTH = 8, 128, 4.3e12
-SEARCHED = tuple(itertools.product((32, 64, 128), (2, 4), (2, 3, 4)))
-PROGRAMS = (768, 1536, 3072)
+SEARCHED = tuple(itertools.product((32, 64, 128), (2, 4), (3, 5, 7)))
+PROGRAMS = (2, 3, 4, 5, 6, 8)
 RUN_ENDS, CAP = 0.35, 32
 """How often a token ends a word, and the longest run: the paper's rule on Qwen's vocabulary."""
 

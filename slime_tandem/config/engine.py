@@ -49,7 +49,7 @@ class EngineConfig(Section):
         "which pays); auto: catch_up where the heads are of a size that it takes",
     )
     fused_prefill: Literal["auto", "triton", "flashinfer"] = Field(
-        "triton",
+        "auto",
         description="mode fused: by whose attention both models prefill: flashinfer, which plans a batch once for each number "
         "of query heads, or SGLang's triton; auto: flashinfer where it works (docs/fused.md), the server's log says which",
     )

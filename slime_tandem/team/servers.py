@@ -27,7 +27,7 @@ from slime_tandem.models.hf import require_whole_weights
 from slime_tandem.team.roster import Role, Roster
 
 T = TypeVar("T")
-_SGLANG_START_S = 300.0
+_SGLANG_START_S = 600.0
 """SGLang imports and compiles for longer than an embedded server takes to start."""
 _DYING_S = 5.0
 

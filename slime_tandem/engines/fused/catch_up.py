@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+PIECE = 64
+"""Tokens of a sequence in the unit of `Step.through`: a whole number of them is what a program of the attention gets."""
+
 
 class Bounds(NamedTuple):
     """`budget`: tokens, of all sequences together, that a model may leave for later; `longest`: most rows of one sequence.
@@ -41,13 +44,15 @@ class Step(NamedTuple):
     """One model's part of a step over B sequences in R rows, int64.
 
     `taken` [B]: how many of the sequence's last tokens the model computes; 0: it does not read it. `end` [B]: the rows up to
-    and with the sequence's last one. `readers` [1]: how many sequences it reads. Per row [R]: whose it is (`sequence`; B for
-    a row of nobody, whose other entries are 0), the `position` of its token, the KV `location`, the token's id.
+    and with the sequence's last one. `through` [B]: pieces of `PIECE` tokens, the last one begun, of the sequences that it
+    reads up to and with this one. `widest` [1]: pieces of the longest that it reads. Per row [R]: whose it is (`sequence`; B
+    for a row of nobody, whose other entries are 0), the `position` of its token, the KV `location`, the token's id.
     """
 
     taken: torch.Tensor
     end: torch.Tensor
-    readers: torch.Tensor
+    through: torch.Tensor
+    widest: torch.Tensor
     sequence: torch.Tensor
     position: torch.Tensor
     location: torch.Tensor
@@ -89,6 +94,8 @@ def lay_out(
     >>> step = lay_out(n(2, 0, 1), n(2, 1, 1), Snapshot(n(0, 2, 3, 4), n(7, 5, 3, 6)), ids_at, Bounds(1))
     >>> step.sequence.tolist(), step.position.tolist(), step.location.tolist(), step.ids.tolist()
     ([0, 0, 2, 3], [0, 1, 0, 0], [7, 5, 6, 0], [70, 50, 60, 0])
+    >>> step.through.tolist(), step.widest.tolist()
+    ([1, 1, 2], [1])
     """
     end = taken.cumsum(0)
     row = torch.arange(bounds.rows(len(length)), device=length.device)
@@ -98,4 +105,5 @@ def lay_out(
     position = torch.where(live, length[of] - end[of] + row, 0)
     location = torch.where(live, snapshot.locations[snapshot.starts[of] + position], 0)
     ids = torch.where(live, ids_at[location], 0).long()
-    return Step(taken, end, (taken > 0).sum().unsqueeze(0), sequence, position, location, ids)
+    pieces = torch.where(taken > 0, (length + PIECE - 1) // PIECE, 0)
+    return Step(taken, end, pieces.cumsum(0), pieces.max().unsqueeze(0), sequence, position, location, ids)

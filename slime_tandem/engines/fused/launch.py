@@ -133,7 +133,7 @@ def override_args(
     tables: Path,
     tables_sha256: str,
     catch_up: Mapping[str, int] | None = None,
-    prefill: str = "triton",
+    prefill: str = "auto",
 ) -> dict[str, Any]:
     """The value of SGLang's `--json-model-override-args` for two configs.
 
@@ -199,7 +199,7 @@ def slime_settings(
     tables: Collection[frozenset[int]],
     folder: Path,
     catch_up: Mapping[str, int] | None = None,
-    prefill: str = "triton",
+    prefill: str = "auto",
 ) -> tuple[dict[str, str], list[str]]:
     """(environment, flags of slime's train.py) under which slime's own SGLang servers are fused ones.
 
@@ -251,7 +251,7 @@ class Sglang:
     allow_unknown_version: bool = False
     args: Sequence[str] = ()
     catch_up: Mapping[str, int] | None = None
-    prefill: str = "triton"
+    prefill: str = "auto"
 
 
 _SGLANG = Sglang()

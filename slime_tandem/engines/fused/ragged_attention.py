@@ -4,36 +4,45 @@ SGLang's own decode kernel takes one query a sequence and reads every sequence. 
 of them being the usual case, and costs nothing then; its keys and values are read once per KV head for all its rows. They
 lie in the pool already, those of the rows themselves among them, so one rule covers what came before and what is caught up
 on: a row sees the positions up to its own. It knows no model and no SGLang.
-  read    a part of one sequence for one KV head: partial sums, and the log of their weight
+  read    for one KV head a share of all that is read: the sequences are laid end to end and cut into equal shares, as many as
+          the card runs at once, so that none waits for another. A share holds parts of one or more sequences; of each part,
+          partial sums and the log of their weight
   merge   the parts of one row and head
+Cut like this, a card is full whatever the number of sequences read; cut each for itself, they took up to 1.2 times as long
+(docs/results/fused.md). The cut is Stream-K's (Osama et al. 2023, section 4).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from slime_tandem.engines.fused.catch_up import Snapshot, Step
+from slime_tandem.engines.fused.catch_up import PIECE, Snapshot, Step
 
-_LEAST_PART = 128
-"""Tokens below which a sequence is not split further."""
+_LEAST = 2
+"""Pieces below which a share is not cut further."""
+_WINDOW = 32
+"""Sequences looked at at once for the next one that is read."""
 _TILE = 16
 """Query rows (tokens times query heads of a KV head) of the usual read; the matrix units take no fewer."""
+_ONE_TILE = 32
+"""Query rows up to which every read is made for as many as any may have: a second kind of read costs more than idle rows."""
 
 
 class Tuning(NamedTuple):
-    """Tokens at once, warps and pipeline stages of `read`; how many programs with work the card should have.
+    """Tokens at once, warps and pipeline stages of `read`; for how many of its programs a multiprocessor has room.
 
     The defaults are what an H200 was fastest with (scripts/benchmarks/ragged_attention.py).
     """
 
     block: int = 64
     warps: int = 2
-    stages: int = 3
-    programs: int = 1536
+    stages: int = 5
+    programs: int = 2
 
 
 TUNING = Tuning()
@@ -55,10 +64,20 @@ class Workspace:
         return self._sums[:n].view(*shape, -1), self._weights[:n].view(shape)
 
 
-def most_parts(sequences: int, kv_heads: int, tuning: Tuning = TUNING) -> int:
-    """Into how many parts a sequence may be split in a step over so many sequences: a power of two from 4 to 32."""
-    wanted = triton.cdiv(2 * tuning.programs, sequences * kv_heads)
-    return int(min(32, max(4, triton.next_power_of_2(wanted))))
+def most_parts(sequences: int, shares: int) -> int:
+    """Into how many parts a sequence may be cut in a step over so many sequences: a power of two from 4 to 32."""
+    return int(min(32, max(4, triton.next_power_of_2(triton.cdiv(16 * shares, sequences)))))
+
+
+def shares_of(device: torch.device, kv_heads: int, tuning: Tuning = TUNING) -> int:
+    """Into how many shares the work of one KV head is cut."""
+    return max(1, tuning.programs * _multiprocessors(device) // kv_heads)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """A CPU, where Triton's interpreter runs this, has none; what is right there is right with any number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def attend(
@@ -79,32 +98,41 @@ def attend(
     """
     rows, heads, size = q.shape
     sequences, kv_heads = len(step.taken), k.shape[1]
-    most = most_parts(sequences, kv_heads, tuning)
+    shares = shares_of(q.device, kv_heads, tuning)
+    most = most_parts(sequences, shares)
     sums, weights = workspace.of(rows, heads, most)
     out = q.new_empty(q.shape)
     group = heads // kv_heads
-    _read[(sequences, kv_heads, most)](
-        q, k, v, snapshot.starts, snapshot.locations, step.taken, step.end, step.readers, sums, weights, scale,
+    wide = max(_TILE, triton.next_power_of_2(group * longest))
+    tile = wide if wide <= _ONE_TILE else max(_TILE, triton.next_power_of_2(group))
+    _read[(shares, kv_heads)](
+        q, k, v, snapshot.starts, snapshot.locations, step.taken, step.end, step.through, step.widest, sums, weights, scale,
+        sequences, most,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), sums.stride(0), sums.stride(1),
         sums.stride(2), weights.stride(0), weights.stride(1),
-        GROUP=group, TILE=max(_TILE, triton.next_power_of_2(group)), WIDE=max(_TILE, triton.next_power_of_2(group * longest)),
-        BLOCK=tuning.block, SIZE=size, PROGRAMS=tuning.programs, LEAST=_LEAST_PART, num_warps=tuning.warps,
-        num_stages=tuning.stages,
+        GROUP=group, TILE=tile, WIDE=wide, BLOCK=tuning.block, SIZE=size, PIECE=PIECE, LEAST=_LEAST,
+        WINDOW=_WINDOW, num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     _merge[(rows, heads)](
-        sums, weights, out, snapshot.starts, step.sequence, step.readers, sequences, kv_heads,
+        sums, weights, out, step.sequence, step.through, step.widest, sequences, shares,
         sums.stride(0), sums.stride(1), sums.stride(2), weights.stride(0), weights.stride(1), out.stride(0), out.stride(1),
-        SIZE=size, MOST=most, BLOCK=tuning.block, PROGRAMS=tuning.programs, LEAST=_LEAST_PART, num_warps=1,
+        SIZE=size, MOST=most, LEAST=_LEAST, num_warps=1,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _part(length, readers, kv_heads, most, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr):
-    """Tokens of one part of a sequence, so that the parts of the sequences that are read fill the card."""
-    parts = tl.cdiv(PROGRAMS, readers.to(tl.int32) * kv_heads)
-    each = tl.cdiv(length, tl.minimum(parts, most))
-    return tl.maximum(tl.cdiv(each, BLOCK) * BLOCK, LEAST)
+def _used(total, widest, shares, most, LEAST: tl.constexpr):
+    """How many shares `total` pieces are cut into: share i gets the pieces from i * total // used on."""
+    used = tl.minimum(shares, tl.maximum(total // LEAST, 1))
+    # A sequence of n pieces has at most n * used / total + 2 parts.
+    return tl.minimum(used, tl.maximum((most - 2) * total // widest, 1))
+
+
+@triton.jit
+def _share(piece, total, used):
+    """The share that a piece belongs to."""
+    return ((piece + 1) * used - 1) // total
 
 
 @triton.jit
@@ -145,43 +173,64 @@ def _rows_over_part(
     tl.store(WEIGHTS + row * sw + h * swh + part, tl.where(some, top + tl.log2(safe), -1e30), mask=live)
 
 
+@triton.jit
+def _next(THROUGH, b, piece, sequences, WINDOW: tl.constexpr):
+    """The first sequence from b on that ends behind `piece`: those that are not read end where the one before them does."""
+    passed = b * 0 + WINDOW
+    while passed == WINDOW:
+        near = b + tl.arange(0, WINDOW)
+        through = tl.load(THROUGH + near, mask=near < sequences, other=piece + 1)
+        passed = tl.sum((through <= piece).to(tl.int32), 0)
+        b += passed
+    return b
+
+
 # The same code for every batch size: each would be compiled while its graph is captured.
-@triton.jit(do_not_specialize=["sw", "swh"])
+@triton.jit(do_not_specialize=["sequences", "most", "sw", "swh"])
 def _read(
-    Q, K, V, STARTS, LOCATIONS, TAKEN, END, READERS, SUMS, WEIGHTS, scale,
+    Q, K, V, STARTS, LOCATIONS, TAKEN, END, THROUGH, WIDEST, SUMS, WEIGHTS, scale, sequences, most,
     sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh,
     GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
+    PIECE: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(TAKEN + b).to(tl.int32)
-    if count == 0:
+    i, head = tl.program_id(0), tl.program_id(1)
+    total = tl.load(THROUGH + sequences - 1).to(tl.int32)
+    if total == 0:
         return
-    begin = tl.load(STARTS + b).to(tl.int64)
-    length = (tl.load(STARTS + b + 1) - begin).to(tl.int32)
-    each = _part(length, tl.load(READERS), tl.num_programs(1), tl.num_programs(2), BLOCK, PROGRAMS, LEAST)
-    start = part * each
-    if start >= length:
+    used = _used(total, tl.load(WIDEST).to(tl.int32), tl.num_programs(0), most, LEAST)
+    if i >= used:
         return
-    stop = tl.minimum(start + each, length)
-    first = (tl.load(END + b) - count).to(tl.int32)
     scale = scale * 1.4426950408889634  # exp2 instead of exp
-    if count * GROUP <= TILE:
-        _rows_over_part(
-            Q, K, V, LOCATIONS + begin, SUMS, WEIGHTS, scale, first, count, head, part, start, stop, length,
-            sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh, GROUP, TILE, BLOCK, SIZE,
-        )  # fmt: skip
-    else:
-        _rows_over_part(
-            Q, K, V, LOCATIONS + begin, SUMS, WEIGHTS, scale, first, count, head, part, start, stop, length,
-            sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh, GROUP, WIDE, BLOCK, SIZE,
-        )  # fmt: skip
+    at, last = i * total // used, (i + 1) * total // used
+    b = _next(THROUGH, i * 0, at, sequences, WINDOW)
+    while at < last:
+        begin = tl.load(STARTS + b).to(tl.int64)
+        length = (tl.load(STARTS + b + 1) - begin).to(tl.int32)
+        after = tl.load(THROUGH + b).to(tl.int32)
+        before = after - tl.cdiv(length, PIECE)
+        count = tl.load(TAKEN + b).to(tl.int32)
+        first = tl.load(END + b).to(tl.int32) - count
+        upto = tl.minimum(after, last)
+        part = i - _share(before, total, used)
+        start, stop = (at - before) * PIECE, tl.minimum((upto - before) * PIECE, length)
+        if TILE == WIDE or count * GROUP <= TILE:
+            _rows_over_part(
+                Q, K, V, LOCATIONS + begin, SUMS, WEIGHTS, scale, first, count, head, part, start, stop, length,
+                sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh, GROUP, TILE, BLOCK, SIZE,
+            )  # fmt: skip
+        else:
+            _rows_over_part(
+                Q, K, V, LOCATIONS + begin, SUMS, WEIGHTS, scale, first, count, head, part, start, stop, length,
+                sq, sqh, sk, skh, sv, svh, ss, ssh, ssp, sw, swh, GROUP, WIDE, BLOCK, SIZE,
+            )  # fmt: skip
+        at = upto
+        b = _next(THROUGH, b, at, sequences, WINDOW)
 
 
-@triton.jit(do_not_specialize=["sequences", "sw", "swh"])
+@triton.jit(do_not_specialize=["sequences", "shares", "sw", "swh"])
 def _merge(
-    SUMS, WEIGHTS, OUT, STARTS, SEQUENCE, READERS, sequences, kv_heads, ss, ssh, ssp, sw, swh, so, soh,
-    SIZE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, LEAST: tl.constexpr,
+    SUMS, WEIGHTS, OUT, SEQUENCE, THROUGH, WIDEST, sequences, shares, ss, ssh, ssp, sw, swh, so, soh,
+    SIZE: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     row, h = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, SIZE)
@@ -190,10 +239,12 @@ def _merge(
     if b >= sequences:  # zeros, so that nothing behind meets what was left in memory
         tl.store(to, tl.zeros([SIZE], OUT.dtype.element_ty))
         return
-    length = (tl.load(STARTS + b + 1) - tl.load(STARTS + b)).to(tl.int32)
-    each = _part(length, tl.load(READERS), kv_heads, MOST, BLOCK, PROGRAMS, LEAST)
+    total = tl.load(THROUGH + sequences - 1).to(tl.int32)
+    used = _used(total, tl.load(WIDEST).to(tl.int32), shares, MOST, LEAST)
+    before = tl.load(THROUGH + b - 1, mask=b > 0, other=0).to(tl.int32)
+    parts = _share(tl.load(THROUGH + b).to(tl.int32) - 1, total, used) - _share(before, total, used) + 1
     part = tl.arange(0, MOST)
-    w = tl.load(WEIGHTS + row * sw + h * swh + part, mask=part * each < length, other=-1e30)
+    w = tl.load(WEIGHTS + row * sw + h * swh + part, mask=part < parts, other=-1e30)
     share = tl.where(w > -1e29, tl.exp2(w - tl.max(w, 0)), 0.0)
     sums = tl.load(SUMS + row * ss + h * ssh + part[:, None] * ssp + d[None, :], mask=(share > 0)[:, None], other=0.0)
     tl.store(to, (tl.sum(sums * share[:, None], 0) / tl.sum(share, 0)).to(OUT.dtype.element_ty))

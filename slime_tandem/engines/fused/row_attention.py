@@ -53,7 +53,8 @@ class RowAttention:
         from slime_tandem.engines.fused import ragged_attention as ragged
 
         if sequences > self._most:
-            most = max(self._bounds.rows(n) * ragged.most_parts(n, kv_heads) for n in range(1, sequences + 1))
+            shares = ragged.shares_of(device, kv_heads)
+            most = max(self._bounds.rows(n) * ragged.most_parts(n, shares) for n in range(1, sequences + 1))
             self._workspaces.append(
                 ragged.Workspace(most * self._heads, size, device)
             )  # graphs hold on to earlier ones

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slime_tandem.engines.fused.catch_up import Bounds, Snapshot, Step
+from slime_tandem.engines.fused.catch_up import PIECE, Bounds, Snapshot, Step
 
 _PARTS = 8
 """Into how many parts `mass` splits a row: a vocabulary is long, and a step has fewer rows than a card has multiprocessors."""
@@ -30,16 +30,16 @@ def plan(
     """The step of a model whose `read` [slots] is brought up to date; `writes`, `solo`, `length` and `slot` are [B]."""
     sequences = len(length)
     rows = bounds.rows(sequences)
-    per_sequence = torch.empty((2, sequences), dtype=torch.int64, device=length.device)
+    per_sequence = torch.empty((3, sequences), dtype=torch.int64, device=length.device)
     per_row = torch.empty((4, rows), dtype=torch.int64, device=length.device)
-    readers = torch.empty(1, dtype=torch.int64, device=length.device)
+    widest = torch.empty(1, dtype=torch.int64, device=length.device)
     _plan[(1,)](
         writes.view(torch.uint8), solo.view(torch.uint8), length, slot, read, snapshot.starts, snapshot.locations, ids_at,
-        per_sequence, readers, per_row, sequences, rows, bounds.budget,
-        LONGEST=bounds.longest, BLOCK=triton.next_power_of_2(max(sequences, 32)), num_warps=4,
+        per_sequence, widest, per_row, sequences, rows, bounds.budget,
+        LONGEST=bounds.longest, PIECE=PIECE, BLOCK=triton.next_power_of_2(max(sequences, 32)), num_warps=4,
     )  # fmt: skip
-    (taken, end), (sequence, position, location, ids) = per_sequence.unbind(), per_row.unbind()
-    return Step(taken, end, readers, sequence, position, location, ids)
+    (taken, end, through), (sequence, position, location, ids) = per_sequence.unbind(), per_row.unbind()
+    return Step(taken, end, through, widest, sequence, position, location, ids)
 
 
 def mass(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
@@ -55,8 +55,8 @@ def mass(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor
 
 @triton.jit(do_not_specialize=["sequences", "rows", "budget"])
 def _plan(
-    WRITES, SOLO, LENGTH, SLOT, READ, STARTS, LOCATIONS, IDS_AT, PER_SEQUENCE, READERS, PER_ROW, sequences, rows, budget,
-    LONGEST: tl.constexpr, BLOCK: tl.constexpr,
+    WRITES, SOLO, LENGTH, SLOT, READ, STARTS, LOCATIONS, IDS_AT, PER_SEQUENCE, WIDEST, PER_ROW, sequences, rows, budget,
+    LONGEST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BLOCK)
     there = b < sequences
@@ -80,7 +80,9 @@ def _plan(
     end = tl.cumsum(taken, 0)
     tl.store(PER_SEQUENCE + b, taken, mask=there)
     tl.store(PER_SEQUENCE + sequences + b, end, mask=there)
-    tl.store(READERS, tl.sum((taken > 0).to(tl.int64), 0))
+    pieces = tl.where(taken > 0, (length + PIECE - 1) // PIECE, 0)
+    tl.store(PER_SEQUENCE + 2 * sequences + b, tl.cumsum(pieces, 0), mask=there)
+    tl.store(WIDEST, tl.max(pieces, 0))
     tl.store(READ + slot, length, mask=there & (taken > 0))
     total = tl.sum(taken, 0)
     for at in range(0, rows, BLOCK):

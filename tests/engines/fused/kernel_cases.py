@@ -20,11 +20,11 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def check(
-    heads: int, kv_heads: int, lengths: list[int], counts: list[int], *, parts: int | None = None, size: int = 16,
-    dtype: torch.dtype = torch.float32,
+    heads: int, kv_heads: int, lengths: list[int], counts: list[int], *, programs: int = kernels.TUNING.programs,
+    size: int = 16, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Every row against a plain softmax over the positions that it sees, rows of nobody zero."""
-    name = (heads, kv_heads, lengths, counts, parts, size, dtype)
+    name = (heads, kv_heads, lengths, counts, programs, size, dtype)
     random = torch.Generator().manual_seed(len(lengths) + sum(counts))
     total, rows = sum(lengths), Bounds().rows(len(lengths))
     k, v = (torch.randn(total + 9, kv_heads, size, generator=random).to(DEVICE, dtype) for _ in range(2))
@@ -34,11 +34,8 @@ def check(
     ids_at = torch.zeros(total + 9, device=DEVICE)
     step = lay_out(torch.tensor(counts, device=DEVICE), length, snapshot, ids_at, Bounds())
     q = torch.randn(rows, heads, size, generator=random).to(DEVICE, dtype)
-    most = kernels.most_parts(len(lengths), kv_heads)
-    tuning = kernels.TUNING
-    if parts is not None:
-        tuning = tuning._replace(programs=parts * int(step.readers) * kv_heads)
-        most = kernels.most_parts(len(lengths), kv_heads, tuning)
+    tuning = kernels.TUNING._replace(programs=programs)
+    most = kernels.most_parts(len(lengths), kernels.shares_of(DEVICE, kv_heads, tuning))
     workspace = kernels.Workspace(rows * (heads + 1) * most, size, DEVICE)  # another model has more heads
     for left in workspace.of(rows, heads, most):
         left.fill_(torch.nan)
@@ -93,7 +90,7 @@ def check_mass(rows: int, size: int, dtype: torch.dtype, scaled: bool) -> None:
     )
 
 
-assert [kernels.most_parts(n, 8) for n in (48, 1, 512)] == [8, 32, 4]
+assert [kernels.most_parts(n, 66) for n in (48, 1, 512)] == [32, 32, 4]
 for seed in range(2):
     check_plan(1, Bounds(3, 4), seed)
     check_plan(5, Bounds(2, 3), seed)
@@ -107,9 +104,15 @@ for size in (5, 304, 9000 if INTERPRETED else 151_936):
 for heads, kv_heads in ((2, 2), (8, 2), (7, 1), (32, 1)):
     check(heads, kv_heads, [1, 40, 200, 17, 9], [1, 0, 8, 3, 5])
 check(4, 2, [8, 130, 1], [8, 0, 0])  # all of a sequence are rows of this step: a part of it sees nothing for its first
-check(4, 2, [260, 270], [8, 1], parts=1)
-check(4, 2, [260, 270], [8, 1], parts=2)  # the second part begins within the rows' own positions
-check(4, 2, [129, 5], [2, 5], parts=32)  # more parts than a sequence has
+for kv_heads in (8, 4, 3, 2, 1):  # of a CPU's eight programs a head gets 1, 2, 2, 4 or 8
+    for programs in (1, 3):
+        check(
+            2 * kv_heads, kv_heads, [260, 270], [8, 1], programs=programs
+        )  # parts that begin at the rows' own positions
+        check(2 * kv_heads, kv_heads, [129, 5, 66, 700, 1], [2, 0, 8, 1, 1], programs=programs)
+check(4, 2, [130] * 70, [*[0] * 66, 3, 0, 0, 1])  # more that are not read than are looked at at once
+check(2, 1, [3000, 5, 9], [1, 1, 1], programs=8)  # more shares than a sequence may have parts
+check(4, 2, [70] * 3, [0] * 3)
 check(4, 2, [6], [0])
 check(4, 2, [3, 200], [1, 1], size=32)
 if not INTERPRETED:
