@@ -353,8 +353,11 @@ def common(seed: int, size: Size) -> dict[str, Any]:
     }
 
 
-def measures(place: Place, seed: int, senior: Path, name: str) -> dict[str, Any]:
-    """Of a senior beside the plain junior, whatever it was trained with: accuracies, style, legibility, drift, transfer."""
+def measures(place: Place, seed: int, senior: Path, name: str, threads: int = 4) -> dict[str, Any]:
+    """Of a senior beside the plain junior, whatever it was trained with: accuracies, style, legibility, drift, transfer.
+
+    `threads`: of each of two servers, at most; half of the cores bound them, too.
+    """
     models = place.work / "models" / f"seed-{seed}"
     config = RunConfig.from_mapping(
         {
@@ -362,7 +365,7 @@ def measures(place: Place, seed: int, senior: Path, name: str) -> dict[str, Any]
             "name": name,
             "runs_dir": str(place.work / "measured"),
             "models": {"senior": str(senior), "junior": str(models / "junior")},
-            "engine": {"cache_tokens": CACHE_TOKENS, "threads": max(1, min(4, (os.cpu_count() or 1) // 2))},
+            "engine": {"cache_tokens": CACHE_TOKENS, "threads": max(1, min(threads, (os.cpu_count() or 1) // 2))},
         }
     )
     return measure.of_models(config, models / "senior", place.size.prompts, style_counts)
@@ -374,7 +377,7 @@ def probe(args: argparse.Namespace) -> None:
     done = {r["seed"] for r in rows_of(args.out) if r["arm"] == "start"} if args.out.exists() else set()
     for seed in (s for s in args.seeds if s not in done):
         models = start_models(place.base, place.work, seed, place.size)
-        line = measures(place, seed, models / "senior", f"start-seed-{seed}")
+        line = measures(place, seed, models / "senior", f"start-seed-{seed}", threads=8)  # nothing runs beside it
         took = {r: json.loads((models / r / "supervised.json").read_text())["seconds"] for r in ("senior", "junior")}
         write(args.out, {"seed": seed, "arm": "start", "lr": 0.0, "steps": 0, "supervised_s": took, **line})
 
@@ -478,7 +481,7 @@ def main() -> None:
         command.add_argument("--megatron", type=Path)
         command.add_argument(
             "--real-run",
-            default="--own-network --fraction 0.06 --pool-tokens 32768",
+            default="--own-network --fraction 0.2 --pool-tokens 32768 --graph-batch 128",
             help="more flags of scripts/slime/real_run.py",
         )
         command.add_argument("--stagger", type=float, default=20.0, help="slime: seconds between two starts")
