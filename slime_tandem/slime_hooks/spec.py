@@ -118,7 +118,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         owner = torch.repeat_interleave(torch.arange(m, device=starts.device), starts.diff(), output_size=t)
         place = owner * longest + torch.arange(t, device=starts.device) - starts[owner]
         rows = [
-            x.new_zeros(m * longest, *x.shape[1:]).index_copy(0, place, x).unflatten(0, (m, longest)).transpose(1, 2)
+            x.new_zeros(m * longest, *x.shape[1:])
+            .index_copy(0, place, x)
+            .view(m, longest, *x.shape[1:])
+            .transpose(1, 2)
             for x in (query, key, value)
         ]
         return self._attend(*rows).transpose(1, 2).flatten(0, 1).index_select(0, place).flatten(1)
