@@ -248,17 +248,29 @@ def run(args: argparse.Namespace) -> None:
 
 
 def side_by_side(jobs: int, paths: Mapping[Any, Path], train: Callable[[Any], dict[str, Any]]) -> None:
-    """Train the cases that `paths` names, `jobs` at once in its order; the line of each is added to its file as it ends."""
+    """Train the cases that `paths` names, `jobs` at once in its order; the line of each is added to its file as it ends.
+
+    After a case that fails no other begins; the lines of those that run by then are added, too, before its error is raised.
+    """
+
+    def add(case: Any, line: Mapping[str, Any]) -> None:
+        with paths[case].open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print("done:", case.name, flush=True)
+
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(train, case): case for case in paths}
+        added = set()
         try:
             for future in as_completed(futures):
-                case, line = futures[future], future.result()
-                with paths[case].open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                print("done:", case.name, flush=True)
+                line = future.result()
+                added.add(future)
+                add(futures[future], line)
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for future in as_completed(f for f in futures if f not in added and not f.cancelled()):
+                if future.exception() is None:
+                    add(futures[future], future.result())
             raise
 
 

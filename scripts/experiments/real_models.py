@@ -245,7 +245,23 @@ def train_locally(case: Case, place: Place, models: Path, run: Path) -> None:
     finish(run, size.steps, [row["rollout/reward_mean"] for row in rows])
 
 
-_ONE_START = threading.Lock()
+class _Turns:
+    """Trainings start one after the other: many imports at once take longer."""
+
+    def __init__(self) -> None:
+        self._lock, self._next = threading.Lock(), 0.0
+
+    def wait(self, apart_s: float) -> None:
+        """Return when at least `apart_s` seconds lie behind the last start."""
+        with self._lock:
+            at = max(self._next, time.monotonic())
+            self._next = at + apart_s
+        time.sleep(max(0.0, at - time.monotonic()))
+
+
+_TURNS = _Turns()
+LEAST_S = 120.0
+"""A training that has fewer seconds until the limit is not started: that long it takes to come up."""
 
 
 def train_under_slime(case: Case, place: Place, models: Path, run: Path) -> None:
@@ -258,22 +274,24 @@ def train_under_slime(case: Case, place: Place, models: Path, run: Path) -> None
         asked = TaskSet([TASK], case.seed).train_prompts(step=1, n=size.steps * size.prompts_per_step)
         rows = [{"prompt": [m.as_dict() for m in p.messages], "label": p.label} for p in asked]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    left = place.ends - time.monotonic()
     command = [
         sys.executable, "-W", "ignore", str(SLIME_SCRIPTS / "real_run.py"), "--slime", str(place.slime), "--megatron",
         str(place.megatron), "--models", str(models_of(case, models)), "--prompts", str(prompts), "--work", str(run),
         *(("--no-junior",) if case.arm == "solo GRPO" else ("--fused",)), "--no-teacher", "--no-dump",
         "--steps", str(size.steps), "--prompts-per-step", str(size.prompts_per_step), "--group",
         str(size.samples_per_prompt), "--max-tokens", str(size.max_new_tokens), "--lr", f"{case.lr:g}",
-        "--save-interval", str(max(1, size.steps // 2)), "--limit", f"{max(60.0, left - 30):.0f}", *place.flags,
-        "--", "--seed", str(case.seed), "--rollout-seed", str(case.seed),
+        "--save-interval", str(max(1, size.steps // 2)),
     ]  # fmt: skip
+    behind = [*place.flags, "--", "--seed", str(case.seed), "--rollout-seed", str(case.seed)]
     checkpoints = run / "checkpoints"
     if newest(checkpoints) != size.steps - 1:
-        with _ONE_START:  # many imports at once take longer than one after the other
-            time.sleep(place.stagger_s)
+        _TURNS.wait(place.stagger_s)
+        left = place.ends - time.monotonic()
+        if left < LEAST_S:
+            raise SystemExit(f"{case.name}: {left:.0f} s until the limit, not begun. Remedy: call again")
         keep_newest(checkpoints)
-        called(case, command, place.work / f"{case.name}.log")
+        limit = ["--limit", f"{left - 20:.0f}"]  # real_run.py gives train.py 20 s to end
+        called(case, [*command, *limit, *behind], place.work / f"{case.name}.log")
         keep_newest(checkpoints)
     convert = [
         sys.executable, "-m", "slime_tandem.cli", "convert", str(checkpoints), str(run / "senior"), "--like",
@@ -335,8 +353,11 @@ def common(seed: int, size: Size) -> dict[str, Any]:
     }
 
 
-def measures(place: Place, seed: int, senior: Path, name: str) -> dict[str, Any]:
-    """Of a senior beside the plain junior, whatever it was trained with: accuracies, style, legibility, drift, transfer."""
+def measures(place: Place, seed: int, senior: Path, name: str, threads: int = 4) -> dict[str, Any]:
+    """Of a senior beside the plain junior, whatever it was trained with: accuracies, style, legibility, drift, transfer.
+
+    `threads`: of each of two servers, at most; half of the cores bound them, too.
+    """
     models = place.work / "models" / f"seed-{seed}"
     config = RunConfig.from_mapping(
         {
@@ -344,7 +365,7 @@ def measures(place: Place, seed: int, senior: Path, name: str) -> dict[str, Any]
             "name": name,
             "runs_dir": str(place.work / "measured"),
             "models": {"senior": str(senior), "junior": str(models / "junior")},
-            "engine": {"cache_tokens": CACHE_TOKENS, "threads": max(1, min(4, (os.cpu_count() or 1) // 2))},
+            "engine": {"cache_tokens": CACHE_TOKENS, "threads": max(1, min(threads, (os.cpu_count() or 1) // 2))},
         }
     )
     return measure.of_models(config, models / "senior", place.size.prompts, style_counts)
@@ -356,7 +377,7 @@ def probe(args: argparse.Namespace) -> None:
     done = {r["seed"] for r in rows_of(args.out) if r["arm"] == "start"} if args.out.exists() else set()
     for seed in (s for s in args.seeds if s not in done):
         models = start_models(place.base, place.work, seed, place.size)
-        line = measures(place, seed, models / "senior", f"start-seed-{seed}")
+        line = measures(place, seed, models / "senior", f"start-seed-{seed}", threads=8)  # nothing runs beside it
         took = {r: json.loads((models / r / "supervised.json").read_text())["seconds"] for r in ("senior", "junior")}
         write(args.out, {"seed": seed, "arm": "start", "lr": 0.0, "steps": 0, "supervised_s": took, **line})
 
@@ -460,7 +481,7 @@ def main() -> None:
         command.add_argument("--megatron", type=Path)
         command.add_argument(
             "--real-run",
-            default="--own-network --fraction 0.06 --pool-tokens 32768",
+            default="--own-network --fraction 0.2 --pool-tokens 32768 --graph-batch 128",
             help="more flags of scripts/slime/real_run.py",
         )
         command.add_argument("--stagger", type=float, default=20.0, help="slime: seconds between two starts")

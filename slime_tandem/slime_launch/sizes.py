@@ -155,7 +155,7 @@ def model_flags(arch: Architecture) -> list[str]:
         *("--rotary-base", f"{rope['rope_theta']:.0f}"),
         "--disable-bias-linear",
         *("--normalization", "RMSNorm"),
-        *("--norm-epsilon", f"{arch.norm_eps:g}"),
+        *("--norm-epsilon", repr(arch.norm_eps)),  # slime compares it with config.json, digit by digit
         *("--vocab-size", str(arch.vocab_size)),
     ]
     if rope.get("rope_type") == "llama3":

@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +131,58 @@ def test_a_training_under_slime_is_a_call_of_real_run(
     assert converted[-4:] == [str(run / "checkpoints"), str(run / "senior"), "--like", str(models / "senior")]
     assert json.loads((run / "trained.json").read_text()) == {"steps": 2, "rewards": [0.25, 0.5]}
     assert not (run / "checkpoints").exists()
+
+
+def test_starts_lie_apart_and_none_comes_too_late(
+    real: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The limit is that of the moment in which a training begins, which waits for its turn; who has too little left is told."""
+    now, waited = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(real, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(real, "_TURNS", real._Turns())
+    size, asked = real.SIZES["ci"], list[list[str]]()
+    place = real.Place(tmp_path, tmp_path, size, "slime", Path("/s"), Path("/m"), [], 20.0, 1000.0 + real.LEAST_S + 30)
+
+    def cut(case: Any, command: list[str], log: Path) -> None:
+        asked.append(command)
+        raise SystemExit("cut")
+
+    monkeypatch.setattr(real, "called", cut)
+    for seed in (1, 2, 3):
+        with pytest.raises(SystemExit) as error:
+            real.train_under_slime(real.Case(seed, "tandem", 2e-6), place, tmp_path, tmp_path / str(seed))
+    assert waited == [0.0, 20.0, 20.0]
+    limits = [float(command[command.index("--limit") + 1]) for command in asked]
+    assert limits == [real.LEAST_S + 10, real.LEAST_S - 10]
+    assert "110 s until the limit, not begun. Remedy: call again" in str(error.value)
+
+
+def test_lines_of_what_still_runs_are_kept_when_another_fails(script: Script, tmp_path: Path) -> None:
+    side_by_side = script("questions").side_by_side
+    failed, out = threading.Event(), tmp_path / "lines.jsonl"
+
+    def train(case: SimpleNamespace) -> dict[str, Any]:
+        if case.name == "bad":
+            failed.set()
+            raise SystemExit("bad: exit code 124")
+        if case.name == "good":
+            failed.wait(PATIENCE_S)
+            time.sleep(0.3)
+        return {"name": case.name}
+
+    class Named(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    with pytest.raises(SystemExit, match="bad: exit code 124"):
+        side_by_side(2, dict.fromkeys([Named(name=n) for n in ("good", "bad", *"abcdef")], out), train)
+    names = [row["name"] for row in rows(out)]
+    assert "good" in names
+    assert len(names) < 7
 
 
 def test_a_run_may_have_a_network_of_its_own() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -21,7 +23,7 @@ from slime_tandem.models.fetch_model import (
     drop_quantisation_marks,
     extract_gguf,
     fetch_smollm2,
-    repair_pre_tokenizer,
+    repair,
 )
 
 
@@ -31,9 +33,45 @@ def test_repair_splits_digits_and_keeps_every_byte() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     assert tokenizer.encode("a 12").tokens == ["a", "Ġ", "12"]
-    repair_pre_tokenizer(tokenizer)
+    repair(tokenizer)
     assert tokenizer.encode("a 12").tokens == ["a", "Ġ", "1", "2"]
     assert tokenizer.decode(tokenizer.encode("né 12 漢").ids) == "né 12 漢"
+
+
+def test_what_was_taken_for_sentencepiece_is_read_as_bytes_again() -> None:
+    """transformers 5.12 reads a Llama's GGUF file so; the ids of its text stay, their bytes are a table again."""
+    alphabet = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(
+        models.BPE(vocab={**alphabet, "<unk>": 256}, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    pieces = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " "), decoders.ByteLevel()]
+    made.decoder = decoders.Sequence(pieces)
+    repair(made)
+    told = json.loads(made.to_str())
+    assert told["decoder"]["type"] == "ByteLevel"
+    assert [told["model"][name] for name in ("byte_fallback", "fuse_unk", "unk_token")] == [False, False, None]
+    assert made.decode(made.encode("né \u2581 12").ids) == "né \u2581 12"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_every_transformers_is_asked_for_float32(knows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, object] = {}
+
+    class Stop(Exception):
+        pass
+
+    def from_pretrained(folder: Path, **how: object) -> None:
+        asked.update(how)
+        raise Stop
+
+    fake = SimpleNamespace(AutoTokenizer=None, AutoModelForCausalLM=SimpleNamespace(from_pretrained=from_pretrained))
+    if knows:
+        fake.GgufConfig = lambda dequantize: {"dequantize": dequantize}
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with pytest.raises(Stop):
+        fetch_model.convert(tmp_path / "model.gguf", tmp_path / "out")
+    assert (asked["gguf_file"], asked["dtype"]) == ("model.gguf", "float32")
+    assert asked.get("quantization_config") == ({"dequantize": True} if knows else None)
 
 
 def test_quantisation_marks_are_dropped() -> None:

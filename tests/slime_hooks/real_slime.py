@@ -699,6 +699,29 @@ def test_spec_padding_that_a_rank_cannot_halve_is_named() -> None:
         next(attention._pieces(rows, rows, rows, [4, 2]))
 
 
+@pytest.mark.parametrize("lengths", [[5, 7, 6], [3, 3], [4, 9, 1]])
+def test_spec_attends_to_all_sequences_in_one_call_as_to_each(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, whether or not the lengths are near enough for the one call by themselves."""
+    from slime_tandem.slime_hooks import spec
+
+    attention = spec.CausalAttention(
+        SimpleNamespace(kv_channels=4), pg_collection=SimpleNamespace(cp=Namespace(size=lambda: 1))
+    )
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    found = []
+    for most in (0.0, 10.0):
+        monkeypatch.setattr(spec, "_PADDED", most)
+        draw = torch.Generator().manual_seed(0)
+        parts = [torch.randn(sum(lengths), 1, h, 4, generator=draw, requires_grad=True) for h in (6, 2, 2)]
+        out = attention(*parts, packed_seq_params=SimpleNamespace(cu_seqlens_q=starts))
+        (out * torch.randn(out.shape, generator=draw)).sum().backward()
+        found.append([out.detach(), *(part.grad for part in parts)])
+    for each, one in zip(*found, strict=True):
+        torch.testing.assert_close(one, each, atol=1e-6, rtol=1e-6)
+
+
 def test_spec_cut_by_context_or_tensor_is_the_whole_model(tmp_path: Path) -> None:
     """Logits and gradients of two processes; context as slime slices it, tensor with the sequence split."""
     script = Path(__file__).with_name("parallel_spec.py")

@@ -33,6 +33,7 @@ def kit(tmp_path: Path) -> Path:
     archive(folder / "ray.txz", "first/ray.py", "last/yaml.py")
     archive(folder / "source.txz", "slime/train.py", "Megatron-LM/megatron/core.py")
     archive(folder / "site.txz", "sglang/a.py", "megatron/core.py")
+    archive(folder / "tasks.txz", "reasoning_gym.py")
     return folder
 
 
@@ -48,9 +49,10 @@ def test_it_unpacks_once_and_slimes_megatron_is_found_first(kit: Path, tmp_path:
     ).stdout.strip()
     slime, last = work / "source" / "slime", work / "ray" / "last"
     megatron, first = work / "source" / "Megatron-LM", work / "ray" / "first"
-    assert told == f"{REPO}:{slime}:{megatron}:{first}:{work / 'site'}:{last}:/more:{slime}"
+    assert told == f"{REPO}:{slime}:{megatron}:{first}:{work / 'site'}:{last}:{work / 'tasks'}:/more:{slime}"
+    assert (work / "tasks" / "reasoning_gym.py").exists()
     (first / "ray.py").write_text("changed")
-    for name in ("ray", "source", "site"):
+    for name in ("ray", "source", "site", "tasks"):
         (kit / f"{name}.txz").unlink()
     assert gpu_env(kit, work).returncode == 0
     assert (first / "ray.py").read_text() == "changed"

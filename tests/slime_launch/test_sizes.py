@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def test_a_shell_reads_the_flags_back(tmp_path: Path) -> None:
     (tmp_path / "none.sh").write_text("OTHER=(1)")
     with pytest.raises(ConfigError, match="a shell file that sets MODEL_ARGS"):
         read_model_args(tmp_path / "none.sh")
+
+
+def test_the_norms_epsilon_is_told_to_its_last_digit() -> None:
+    """SmolLM2's, from a GGUF file; slime refuses a model whose config.json says another number."""
+    eps = 9.999999747378752e-06
+    flags = model_flags(replace(PUBLISHED["llama3.2-1B"], norm_eps=eps))
+    assert float(flags[flags.index("--norm-epsilon") + 1]) == eps
 
 
 def test_neither_a_folder_nor_a_size() -> None:
