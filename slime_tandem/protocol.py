@@ -279,6 +279,17 @@ class Handoff:
     run_length: int = 0
     junior_scores: bool = False
 
+    @property
+    def one_writes(self) -> bool:
+        """Whether one model alone writes all of it.
+
+        >>> [Handoff(1, threshold, False, None, "").one_writes for threshold in (0, 1, 2**32)]
+        [True, False, True]
+        >>> Handoff(1, 0, True, None, "").one_writes
+        False
+        """
+        return not self.alternate and self.threshold in (0, 2**32)
+
 
 @lru_cache(maxsize=16)
 def table_fingerprint(ids: frozenset[int]) -> str:

@@ -32,6 +32,16 @@ class Bounds(NamedTuple):
         """Rows that a step over so many sequences may need, at most."""
         return min(sequences * self.longest, sequences + self.budget)
 
+    def surely_read(self, tokens: int) -> int:
+        """How many of the first tokens of a sequence both models have computed behind a step that it had so many in.
+
+        Of a sequence that both may write: of one model's alone the other may have computed nothing.
+
+        >>> Bounds(longest=8).surely_read(100), Bounds(longest=8).surely_read(3)
+        (93, 0)
+        """
+        return max(0, tokens - self.longest + 1)
+
 
 class Snapshot(NamedTuple):
     """Where tokens lie, as SGLang hands it to a step: of sequence b at `locations[starts[b]] ...` up to `starts[b + 1]`."""

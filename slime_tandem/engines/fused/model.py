@@ -72,7 +72,7 @@ class TandemModel:
         if self._bounds is not None:
             layers = self.model.layers  # type: ignore[attr-defined]
             self._attention = RowAttention(self._bounds, max(layer.self_attn.attn.tp_q_head_num for layer in layers))
-            unread.install()
+            unread.install(self._bounds, self._both_write)
         self._prefill = prefill_attention.choose(
             tandem.get("prefill", "triton"),
             get_server_args(),
@@ -175,6 +175,9 @@ class TandemModel:
             view.req_pool_indices, view.seq_lens = slots[step.sequence], (step.position + 1).to(batch.seq_lens.dtype)
         with self._attention.over(step, snapshot):
             return step, stack(step.ids, step.position, view)
+
+    def _both_write(self, rid: str) -> bool:
+        return self._authors is not None and self._authors.both_write(rid)
 
     def _author_codes(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         if self._authors is None:

@@ -130,6 +130,14 @@ class Authors:
         self._read[:, slot] = self._upload([[n] for n in lengths])[:, 0]
         return self._codes(rows, state[:, _RUN])
 
+    def both_write(self, rid: str) -> bool:
+        """Whether either model may write in the request of that id: it has a rule, one that `extend` follows."""
+        try:
+            parsed = handoff_wire.parse(rid)
+        except ValueError:
+            return False
+        return parsed is not None and not parsed[0].one_writes and parsed[0].table in ("", *self._rows)
+
     def _upload(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         host = torch.tensor(rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)

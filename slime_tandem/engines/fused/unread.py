@@ -1,29 +1,55 @@
 """Keeps out of SGLang's prefix cache what one of the two models may not have read.
 
 A finished request's output enters the cache with its KV, and a catch-up engine leaves holes in it: a model that did not write
-at the end has not read the end. Another request that found such a prefix would be read with the holes. So no output is
-inserted; prompts are, both models compute them. SGLang asks `Req.skip_radix_cache_insert` when it releases a request; it
-must not be set before, because the same flag keeps prompts out.
+at the end has not read the end. Another request that found such a prefix would be read with the holes. How far both have read
+is known without asking them (`Bounds.surely_read`), unless one model alone writes the request, whose output the other never
+reads. So of an output by both all but the last tokens are inserted, of another one nothing; prompts are, both compute them.
+
+SGLang asks `Req.skip_radix_cache_insert` when it releases a request; it must not be set before, because the same flag keeps
+prompts out. It is set for every finished output, so that a cache that this file does not know gets none. SGLang 0.5.15's plain
+`RadixCache` is then given the part that is whole; later releases say in other ways how much they insert, and there prompts
+alone are found again.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from slime_tandem.engines.fused.catch_up import Bounds
+
+_MARK = "tandem_kept_out"
+"""An attribute of requests whose output this file, and nobody else, keeps out."""
 _installed = False
 
 
-def install() -> None:
-    """Register the hook; once per process, however often it is called."""
+def install(bounds: Bounds, both_write: Callable[[str], bool]) -> None:
+    """Register the hooks; once per process, however often it is called. `both_write`: whether both may, by a request's id."""
     global _installed
     if not _installed:
         target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
         HookRegistry.register(target, _finish, HookType.AROUND)
+        if takes_a_part():
+
+            def insert(original: Callable[..., Any], self: Any, req: Any, is_insert: bool = True) -> Any:
+                if type(self) is RadixCache and getattr(req, _MARK, False) and req.finished():
+                    is_insert = both_write(req.rid) and _cut(self, req, bounds)
+                return original(self, req, is_insert)
+
+            target = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req"
+            HookRegistry.register(target, insert, HookType.AROUND)
         HookRegistry.apply_hooks()
         _installed = True
+
+
+def takes_a_part() -> bool:
+    """Whether this SGLang's cache inserts as much of a request as the request says is committed."""
+    method = getattr(RadixCache, "cache_finished_req", None)
+    return method is not None and list(inspect.signature(method).parameters) == ["self", "req", "is_insert"]
 
 
 def _finish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,6 +57,18 @@ def _finish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     # SGLang 0.5.23 keeps the count in a record of its own; 0.5.17 has the record, and the count beside it.
     holder = self if hasattr(self, "kv_committed_len") else self.kv
     # A request that only scores has written nothing behind its prompt, which is whole.
-    if self.finished() and holder.kv_committed_len > len(self.origin_input_ids):
+    if self.finished() and holder.kv_committed_len > len(self.origin_input_ids) and not self.skip_radix_cache_insert:
         self.skip_radix_cache_insert = True
+        setattr(self, _MARK, True)
     return result
+
+
+def _cut(tree: RadixCache, req: Any, bounds: Bounds) -> bool:
+    """Give back the locations of what may be unread, so that what is committed is whole; False: insert nothing."""
+    end = bounds.surely_read(req.kv_committed_len) // tree.page_size * tree.page_size
+    if end <= len(req.origin_input_ids):
+        return False
+    row = tree.req_to_token_pool.req_to_token[req.req_pool_idx]
+    tree.token_to_kv_pool_allocator.free(row[end : req.kv_allocated_len])
+    req.kv_committed_len = req.kv_allocated_len = end
+    return True

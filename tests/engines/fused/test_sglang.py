@@ -492,7 +492,7 @@ def test_the_senior_tells_late_what_it_thinks_of_the_juniors_tokens(
 def test_nobody_finds_in_the_cache_what_one_model_has_not_read(
     engine: Any, tables: dict[str, frozenset[int]], prompts: Prompts
 ) -> None:
-    """The senior goes on behind a response of the junior's, and the other way round: prompts alone are found again."""
+    """The senior goes on behind a response of the junior's, and the other way round: of it, the prompt alone is found again."""
     [prompt] = prompts(1, 70, 14)
     solo = {a: handoff_of(make_rule("word", tables, float(a)), 5) for a in (JUNIOR, SENIOR)}
 
@@ -510,6 +510,33 @@ def test_nobody_finds_in_the_cache_what_one_model_has_not_read(
         own = [float(rows[i][t]) for i, t in enumerate(result.output_ids)]
         assert result.output_log_probs == pytest.approx(own, abs=1e-4)
         assert 0 < result.cached_tokens <= len(prompt)
+
+
+@only("engine", ["catch up", "catch up, TP 2, small pool"], indirect=True)
+def test_a_second_turn_finds_all_but_the_end_of_the_first(
+    engine: Any, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """Of responses by both; either model goes on behind them as if it had read every token itself."""
+    rules = [make_rule(strategy, tables, p) for strategy in STRATEGIES for p in (0.2, 0.5, 0.8)]
+    solo = {a: handoff_of(make_rule("word", tables, float(a)), 5) for a in (JUNIOR, SENIOR)}
+
+    async def talk(client: EngineClient, i: int, prompt: tuple[int, ...], rule: HandoffRule) -> Any:
+        [begun] = await client.generate([GenerateRequest(f"turn{i}", prompt, 20 + i, handoff=handoff_of(rule, i))])
+        longer = prompt + begun.output_ids + (5, 6, 7)
+        then = [GenerateRequest(f"next{i}-{a}", longer, 6, handoff=solo[a]) for a in (JUNIOR, SENIOR)]
+        return longer, begun, [(await client.generate([r]))[0] for r in then]
+
+    async def all_of_them(client: EngineClient) -> Any:
+        every = zip(prompts(len(rules), 20, 15), rules, strict=True)
+        return [await talk(client, i, prompt, rule) for i, (prompt, rule) in enumerate(every)]
+
+    for longer, begun, results in engine.run(all_of_them):
+        whole = len(longer) - 3 - BOUNDS["longest"]  # of the last token nobody has computed anything
+        for result, model in zip(results, (engine.reference.junior, engine.reference.senior), strict=True):
+            rows = engine.reference.log_probs(model, longer + result.output_ids)[len(longer) - 1 :]
+            own = [float(rows[i][t]) for i, t in enumerate(result.output_ids)]
+            assert result.output_log_probs == pytest.approx(own, abs=1e-4)
+        assert whole <= results[0].cached_tokens < len(longer) - 3, begun
 
 
 @only("engine", ["qwen3", "catch up"], indirect=True)
