@@ -80,6 +80,24 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 0
+    card = torch.cuda.get_device_properties(device)
+    return int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))  # PyTorch for AMD lacks the first
+
+
+def stages_in(room: int, size: int, width: int, tuning: Tuning = TUNING) -> int:
+    """The pipeline stages for heads of `size` values of `width` bytes where a program has `room` bytes of shared memory.
+
+    Three are one buffer for a block of keys and values, five two (Triton 3.6).
+    """
+    buffers, beside = 2 * 2 * tuning.block * size * width, _ONE_TILE * (size + tuning.block) * width
+    return tuning.stages if buffers + beside <= room else min(3, tuning.stages)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -111,7 +129,7 @@ def attend(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), sums.stride(0), sums.stride(1),
         sums.stride(2), weights.stride(0), weights.stride(1),
         GROUP=group, TILE=tile, WIDE=wide, BLOCK=tuning.block, SIZE=size, PIECE=PIECE, LEAST=_LEAST,
-        WINDOW=_WINDOW, num_warps=tuning.warps, num_stages=tuning.stages,
+        WINDOW=_WINDOW, num_warps=tuning.warps, num_stages=stages_in(_shared_memory(q.device), size, k.element_size(), tuning),
     )  # fmt: skip
     _merge[(rows, heads)](
         sums, weights, out, step.sequence, step.through, step.widest, sequences, shares,

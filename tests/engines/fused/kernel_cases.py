@@ -91,6 +91,8 @@ def check_mass(rows: int, size: int, dtype: torch.dtype, scaled: bool) -> None:
 
 
 assert [kernels.most_parts(n, 66) for n in (48, 1, 512)] == [32, 32, 4]
+# An H200's programs have 227 KiB, an RTX 4090's 99: enough for two buffers of two-byte values, not of four-byte ones.
+assert [kernels.stages_in(kib * 1024, 128, width) for kib in (227, 99) for width in (2, 4)] == [5, 5, 5, 3]
 for seed in range(2):
     check_plan(1, Bounds(3, 4), seed)
     check_plan(5, Bounds(2, 3), seed)
