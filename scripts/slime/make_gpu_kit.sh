@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what scripts/slime/real_run.py needs on a bare GPU machine without a network (Python 3.12, torch with CUDA, triton, the usual
 # scientific packages; SGLang comes in an archive of its own) into OUTDIR/ray.txz and OUTDIR/source.txz. Into OUTDIR/tasks.txz goes what
-# makes prompts and measures there (scripts/experiments/real_models.sh): reasoning-gym and RE2; real_run.py alone needs neither.
+# makes prompts, rewards and measures there: reasoning-gym and RE2; real_run.py needs neither with a reward of slime's (--rm-type).
 #
 #   scripts/slime/make_gpu_kit.sh SLIME MEGATRON MODELS PROMPTS OUTDIR
 #

@@ -39,6 +39,8 @@ from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.training.rows import build_rows
 from slime_tandem.types import JUNIOR, SENIOR, AlignedScores, Prompt
 
+from ..waiting import PATIENCE_S
+
 SIGNATURES = {  # docs/slime.md, checked against slime's call sites
     "generate": ("args", "sample", "sampling_params", "evaluation"),
     "generate_with_junior": ("args", "sample", "sampling_params", "evaluation"),
@@ -664,7 +666,17 @@ def test_parts_that_are_read_along_count_against_the_same_bound(sample_class: An
     assert max(inside) <= 2
 
 
-def test_the_collector_leaves_alone_what_was_there_before_the_first_sample() -> None:
+def test_the_collector_leaves_alone_what_was_there_before_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected in the roster's thread, beforehand: a search of everything stops the event loop."""
+    searched: list[str] = []
+    monkeypatch.setattr(runtime.gc, "collect", lambda: searched.append(threading.current_thread().name))
+    config = RunConfig(seed=4)
+    monkeypatch.setattr(runtime, "Roster", lambda config: config)
+    args = Namespace()
+    settings.use(args, config)
+    runtime.prepare(args)
+    assert runtime._roster(config).result(PATIENCE_S) is config
+    STATE.manager.roster = None
     gc.unfreeze()  # what another test of this process has frozen
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)  # Python's own, whatever another test has set
@@ -672,6 +684,7 @@ def test_the_collector_leaves_alone_what_was_there_before_the_first_sample() -> 
         runtime.settle_collector()
         assert gc.get_freeze_count() > 10_000, "what was imported"
         assert gc.get_threshold()[0] > 700
+        assert searched == ["slime_tandem roster"]
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)

@@ -86,7 +86,9 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     card = torch.cuda.get_device_properties(device)
-    return int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))  # PyTorch for AMD lacks the first
+    return int(
+        getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
+    )  # PyTorch for AMD lacks the first
 
 
 def stages_in(room: int, size: int, width: int, tuning: Tuning = TUNING) -> int:
