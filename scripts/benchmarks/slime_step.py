@@ -152,7 +152,9 @@ def main() -> None:
     parser.add_argument("--side-prefill", type=int, default=2048)
     parser.add_argument("--limit", type=float, default=500.0, help="seconds of a run")
     parser.add_argument(
-        "--save-interval", type=int, help="checkpoints; called again with more --steps, a run goes on from its last one"
+        "--save-interval",
+        type=int,
+        help="checkpoints (default: none); called again with more --steps, a run goes on from its last one",
     )
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument(

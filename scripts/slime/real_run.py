@@ -67,7 +67,9 @@ def parser():
     parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="tokens of a micro-batch of the trainer")
     parser.add_argument("--pool-tokens", type=int, default=131072, help="KV pool of each server, tokens")
     parser.add_argument("--graph-batch", type=int, default=64, help="largest batch that is decoded by a CUDA graph")
-    parser.add_argument("--no-save", action="store_true", help="no checkpoint, also not behind the last step")
+    parser.add_argument(
+        "--no-save", action="store_true", help="write no checkpoint; a run goes on from one that is there"
+    )
     parser.add_argument("--no-dump", action="store_true", help="keep no rollouts for compare_loss.py")
     parser.add_argument("--side-prefill", type=int, help="tokens of a prefill of junior's and teacher's servers")
     parser.add_argument(
@@ -164,6 +166,13 @@ def hook_flags(config):
     )  # fmt: skip
 
 
+def checkpoint_flags(a):
+    """Where a run goes on from, and what it leaves; with --no-save it goes on from what an earlier part left."""
+    kept = a.work / "checkpoints"
+    load = ("--load", kept) if kept.exists() or not a.no_save else ()
+    return (*load, *(() if a.no_save else ("--save", kept, "--save-interval", a.save_interval)))
+
+
 def slime_flags(a, config):
     """Every flag of train.py."""
     senior = a.models / "senior"
@@ -177,9 +186,7 @@ def slime_flags(a, config):
         *(() if asynchronous(a) else ("--colocate",)),
         *(() if a.offload else ("--no-offload-train", "--no-offload-rollout")),
         "--hf-checkpoint", senior, "--ref-load", senior,
-        *(() if a.no_save else (
-            "--load", a.work / "checkpoints", "--save", a.work / "checkpoints", "--save-interval", a.save_interval,
-        )), *model_flags(senior, not a.standard_spec),
+        *checkpoint_flags(a), *model_flags(senior, not a.standard_spec),
         "--attention-dropout", 0.0, "--hidden-dropout", 0.0,
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
         "--tensor-model-parallel-size", a.tp, "--pipeline-model-parallel-size", a.pp, "--context-parallel-size", a.cp,

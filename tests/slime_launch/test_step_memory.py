@@ -45,6 +45,19 @@ def flags(real_run: Any, models: Path, *more: str) -> Any:
     return real_run.parser().parse_args([*paths, "--pool-tokens", "65536", *more])
 
 
+def test_a_run_that_saves_nothing_goes_on_from_what_is_there(
+    scripts: tuple[Any, Any], trio: Path, tmp_path: Path
+) -> None:
+    real_run, _ = scripts
+    a = flags(real_run, trio, "--no-save")
+    a.work, kept = tmp_path, tmp_path / "checkpoints"
+    assert real_run.checkpoint_flags(a) == ()
+    kept.mkdir()
+    assert real_run.checkpoint_flags(a) == ("--load", kept)
+    a.no_save = False
+    assert real_run.checkpoint_flags(a) == ("--load", kept, "--save", kept, "--save-interval", 10)
+
+
 def test_the_estimate_is_the_planners(scripts: tuple[Any, Any], trio: Path) -> None:
     real_run, step_memory = scripts
     found = step_memory.estimates(flags(real_run, trio, "--tp", "2", "--gpus", "2", "--fused", "--no-teacher"), 139.8)
