@@ -413,7 +413,9 @@ async def connect_here(args: Any, aborted: Callable[[], bool]) -> Runtime:
                 continue
             engine = await client(role)
             asked = Sharing(engine) if scores_by_id(config) else engine
-            teachers.append(roster.teacher(role, asked, await engine.model_info()))
+            info = await engine.model_info()
+            # In a thread: it reads both vocabularies through, once.
+            teachers.append(await asyncio.to_thread(roster.teacher, role, asked, info))
         panel = TeacherPanel(teachers, roster.scoring)
     settle_collector()
     return Runtime(roster, engines, panel, aborted)
