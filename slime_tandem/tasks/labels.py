@@ -432,7 +432,7 @@ def _is_formula(text: str) -> bool:
     return bool(operators - {","}) or ("number" in kinds and " " not in text.strip())
 
 
-_CODE = re.compile(r"(?<![A-Za-z\\{_])(?!(?:%s)[0-9])[A-Za-z]+[0-9]" % "|".join(sorted(_FUNCTIONS)))
+_CODE = re.compile(rf"(?<![A-Za-z\\{{_])(?!(?:{'|'.join(sorted(_FUNCTIONS))})[0-9])[A-Za-z]+[0-9]")
 _SCORE = re.compile(r"([A-Za-z])(?:\s*-\s*\1)+")
 
 
