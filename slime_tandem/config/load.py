@@ -173,7 +173,7 @@ def problems(
             plain = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
             close = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
             hint = (
-                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem train --help` lists all settings"
+                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem config --list` lists all settings"
             )
             yield ConfigError(where, value, "a known setting", hint)
         elif kind == "value_error" and isinstance(item["ctx"]["error"], ConfigError):

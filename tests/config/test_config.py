@@ -113,7 +113,7 @@ def test_a_misspelt_strategy_gets_a_suggestion() -> None:
         ({"tandem": {"prob_seniour": 0.5}}, "tandem.prob_seniour=0.5", "did you mean `tandem.prob_senior`?"),
         ({"tandme": {"prob_senior": 0.5}}, "tandme={'prob_senior': 0.5}", "did you mean `tandem`?"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature=1", "did you mean `sampling.temperature`?"),
-        ({"qqqqqq": 1}, "qqqqqq=1", "`slime-tandem train --help` lists all settings"),
+        ({"qqqqqq": 1}, "qqqqqq=1", "`slime-tandem config --list` lists all settings"),
         ({"tasks": [{"familly": "x", "family": "chain_sum"}]}, "tasks.0.familly='x'", "did you mean `tasks.family`?"),
     ],
 )
