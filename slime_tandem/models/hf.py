@@ -208,6 +208,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     """
     path = check_model_folder(folder)
     require_whole_weights(path)
+    _require_floats(path)
     if dtype not in _DTYPES:
         raise ModelError("dtype", dtype, "float32 or bfloat16", "choose one of these")
     from transformers import AutoModelForCausalLM
@@ -246,6 +247,23 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     language = model.config.get_text_config()
     model.config.return_dict = language.return_dict = True  # outputs are read by name, whatever the folder prefers
     return model.eval()
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _require_floats(path: Path) -> None:
+    """Raise ModelError for weights of integers or 8 bits: without a quantization's scales they say something else."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no dictionary
+                if (kind := weights.get_slice(name).get_dtype()) not in _FLOATS:
+                    raise ModelError(
+                        f"{file} {name}",
+                        kind,
+                        f"weights of {', '.join(_FLOATS)}",
+                        "save it dequantized, or in bfloat16",
+                    )
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:

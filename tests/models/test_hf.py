@@ -159,3 +159,22 @@ def test_outputs_are_read_by_name_whatever_the_folder_prefers(model_copy: Callab
     path = model_copy("llama") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"return_dict": False}))
     assert load_model(path.parent)(torch.tensor([[1, 2]])).logits.shape[:2] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (lambda w: (w * 100).to(torch.int8), "I8"),
+        (lambda w: w > 0, "BOOL"),
+        (lambda w: w.to(torch.float8_e4m3fn), "F8_E4M3"),
+    ],
+    ids=["int8", "bool", "fp8"],
+)
+def test_weights_without_their_scales_are_refused(
+    model_copy: Callable[[str], Path], changed: Callable[[torch.Tensor], torch.Tensor], says: str
+) -> None:
+    folder, name = model_copy("llama"), "model.layers.0.mlp.up_proj.weight"
+    weights = {key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file({**weights, name: changed(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}.*{says}"):
+        load_model(folder)
