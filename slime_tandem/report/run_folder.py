@@ -206,8 +206,10 @@ class RunWriter:
         self._events = _EventFile(run_dir / "tb", purge_from=resume_step) if tensorboard else None
 
     def _require_past(self, steps: int) -> None:
-        """A row for each step that the checkpoint has done: each was on the disk before the checkpoint was."""
-        there = [row["step"] for row in read_rows(self._metrics) if row["step"] < steps]
+        """A row for each step that the checkpoint has done, and rewards of each that had some: each was on the disk before the
+        checkpoint was."""
+        done = [row for row in read_rows(self._metrics) if row["step"] < steps]
+        there = [row["step"] for row in done]
         if there != list(range(steps)):
             wrong = next(n for n, step in enumerate([*there, -1]) if step != n)
             raise RunDirError(
@@ -215,6 +217,15 @@ class RunWriter:
                 f"{len(there)} rows, the first that is missing or out of place is that of step {wrong}",
                 f"one row for each of the {steps} steps that the checkpoint has done, in order",
                 "restore the file, or resume from a checkpoint before it, or start again under another `name`",
+            )
+        kept = {row["step"] for row in read_rows(self._rewards)}
+        lost = [row["step"] for row in done if row.get("rollout/reward_mean") is not None and row["step"] not in kept]
+        if lost:
+            raise RunDirError(
+                str(self._rewards),
+                f"no row of step {lost[0]}",
+                f"rewards of each of the {steps} steps that the checkpoint has done",
+                "restore the file, or start again under another `name`",
             )
 
     def write_config(self, config: RunConfig) -> None:
