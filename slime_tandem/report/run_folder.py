@@ -206,10 +206,8 @@ class RunWriter:
         self._events = _EventFile(run_dir / "tb", purge_from=resume_step) if tensorboard else None
 
     def _require_past(self, steps: int) -> None:
-        """A row for each step that the checkpoint has done, and rewards of each that had some: each was on the disk before the
-        checkpoint was."""
-        done = [row for row in read_rows(self._metrics) if row["step"] < steps]
-        there = [row["step"] for row in done]
+        """A row for each step that the checkpoint has done: each was on the disk before the checkpoint was."""
+        there = [row["step"] for row in read_rows(self._metrics) if row["step"] < steps]
         if there != list(range(steps)):
             wrong = next(n for n, step in enumerate([*there, -1]) if step != n)
             raise RunDirError(
@@ -218,13 +216,16 @@ class RunWriter:
                 f"one row for each of the {steps} steps that the checkpoint has done, in order",
                 "restore the file, or resume from a checkpoint before it, or start again under another `name`",
             )
+
+    def require_rewards(self) -> None:
+        """Raise RunDirError where the rewards of a step are lost that had some: each was on the disk before the checkpoint was."""
         kept = {row["step"] for row in read_rows(self._rewards)}
-        lost = [row["step"] for row in done if row.get("rollout/reward_mean") is not None and row["step"] not in kept]
-        if lost:
+        rewarded = [row["step"] for row in read_rows(self._metrics) if row.get("rollout/reward_mean") is not None]
+        if lost := [step for step in rewarded if step not in kept]:
             raise RunDirError(
                 str(self._rewards),
                 f"no row of step {lost[0]}",
-                f"rewards of each of the {steps} steps that the checkpoint has done",
+                "rewards of each step in metrics.jsonl that had some",
                 "restore the file, or start again under another `name`",
             )
 

@@ -98,7 +98,6 @@ def test_a_run_is_followed_from_before_its_start_to_after_its_restart(tmp_path: 
         assert (follower.config is not None, steps_of(follower)) == (True, [])
         writer.write_eval(0, "before", eval_row(solo_accuracy=0.5))
         for step in range(3):
-            writer.write_rewards(step, [{"task": "t", "samples": 1, "mean": 0.5, "edges": [0, 1], "counts": [1]}])
             writer.write_step(step, step_row(rollout__reward_mean=0.5))
             assert follower.read() is True
             assert steps_of(follower) == list(range(step + 1))
