@@ -218,7 +218,7 @@ class RunWriter:
             )
 
     def require_rewards(self) -> None:
-        """Raise RunDirError where the rewards of a step are lost that had some: each was on the disk before the checkpoint was."""
+        """Raise RunDirError where the rewards of a step are lost that had some: they were on the disk before the checkpoint."""
         kept = {row["step"] for row in read_rows(self._rewards)}
         rewarded = [row["step"] for row in read_rows(self._metrics) if row.get("rollout/reward_mean") is not None]
         if lost := [step for step in rewarded if step not in kept]:
