@@ -437,6 +437,11 @@ def test_what_a_family_streams_must_be_prompts(own: Callable[[str, str], str]) -
                            "  def stream(self, key):\n    while True: yield 'text'")  # fmt: skip
     with pytest.raises(DataError, match=r"tasks\.0\.family: stream='text': expected prompts"):
         TaskSet([TaskSpec(family=name)], 0).train_prompts(0, 1)
+    half = "from slime_tandem.tasks.family import make_prompt\nfrom slime_tandem.types import Message\n"
+    half += "class f:\n  def __init__(self, *a): pass\n  def reward(self, p, t): return 0\n"
+    half += "  def stream(self, key):\n    while True: yield make_prompt('t', [Message('user', 'x\\ud800')])"
+    with pytest.raises(DataError, match=r"tasks\.0\.family: stream=.*whole characters"):
+        TaskSet([TaskSpec(family=own("fam_half", half))], 0).train_prompts(0, 1)
 
 
 def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tmp_path: Path) -> None:
