@@ -56,6 +56,9 @@ def explain(field: str, value: object, expected: str, remedy: str) -> str:
     return f"{field}={shown}: expected {sentence(expected)} Remedy: {sentence(remedy)}"
 
 
+_NO_SUCH = {errno.ENOENT: "a path that is there", errno.EISDIR: "a file, no folder", errno.ENOTDIR: "a folder, no file"}
+
+
 class TandemError(Exception):
     """Base of all errors that slime_tandem raises on purpose.
 
@@ -118,6 +121,8 @@ class TandemError(Exception):
         "runs/a='Permission denied': expected a usable path on a disk with free space. Remedy: check the path and its \
 permissions, or choose another one."
         """
+        if error.errno in _NO_SUCH:
+            return cls(str(path), error.strerror, _NO_SUCH[error.errno], "check the path")
         remedy = "check the path and its permissions, or choose another one"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free space on that disk, then run again, or resume the run from its last checkpoint"

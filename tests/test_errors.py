@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import slime_tandem
 from slime_tandem import errors
-from slime_tandem.errors import TandemError, explain, sentence
+from slime_tandem.errors import ConfigError, TandemError, explain, sentence
 from slime_tandem.tasks.first_look import Cause
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
@@ -80,3 +80,10 @@ def test_no_text_of_the_package_ends_twice() -> None:
 def test_a_remedy_with_an_end_of_its_own_by_hand(end: str) -> None:
     error = errors.EngineError("pretrain", 1, "exit code 0", f"is the disk full{end}")
     assert str(error) == f"pretrain=1: expected exit code 0. Remedy: is the disk full{end}"
+
+
+def test_a_path_that_is_not_there_is_not_told_to_be_short_of_space(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no", "a path that is there"), (tmp_path, "a file, no folder")):
+        with pytest.raises(OSError, match=r"No such|directory") as caught:
+            path.read_bytes()
+        assert f"expected {said}. Remedy: check the path." in str(ConfigError.of_os_error(path, caught.value))

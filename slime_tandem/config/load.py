@@ -67,6 +67,23 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_OTHERWISE = re.compile(r"[-+]?0[0-9_]+|[^:]+(?::[^:]*)+")
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """A number; raises ConstructorError for one that YAML 1.1 reads otherwise than anybody: `010` is 8 to it, `12:30` 750."""
+    if _OTHERWISE.fullmatch(node.value):
+        problem = f"{node.value} is octal, or of base 60; write a decimal number, or quote it for text"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    if node.tag.endswith(":int"):
+        return loader.construct_yaml_int(node)
+    return loader.construct_yaml_float(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
+
+
 def compose_yaml(text: str) -> yaml.Node | None:
     """The nodes of one document of YAML, None for an empty one; raises ValueError, told in one line, for anything else."""
     return _told(lambda: yaml.compose(text, Loader=_Loader), text)
@@ -121,16 +138,29 @@ def set_override(tree: dict[str, Any], item: str) -> None:
         value = load_yaml(raw) if raw else ""
     except ValueError as error:
         raise ConfigError("--set", item, f"a YAML value ({error})", "quote it") from None
-    node = tree
-    *parents, leaf = key.split(".")
-    if len(parents) > DEPTH:
+    node: Any = tree
+    parts = key.split(".")
+    if len(parts) > DEPTH:
         raise ConfigError("--set", item, "the dotted name of a setting", "e.g. --set tandem.prob_senior=0.3")
-    for part in parents:
-        child = node.setdefault(part, {})
-        if not isinstance(child, dict):
+    for i, part in enumerate(parts):
+        at: Any = part
+        below = parts[i + 1] if i + 1 < len(parts) else None
+        if isinstance(node, list):  # `tasks.0.weight`, as errors name it
+            if not part.isdecimal() or int(part) >= len(node):
+                raise ConfigError("--set", item, f"an entry of the list, 0 to {len(node) - 1}", "set the whole list")
+            at = int(part)
+        elif below is not None and below.isdecimal() and part not in node:
+            above = ".".join(parts[: i + 1])
+            expected = f"a list at `{above}` in the file of settings, whose entry {below} is changed"
+            raise ConfigError("--set", item, expected, f"set the whole list: --set '{above}=[...]'")
+        elif below is not None:
+            node.setdefault(part, {})
+        if below is None:
+            node[at] = value
+        elif isinstance(node[at], dict | list):
+            node = node[at]
+        else:
             raise ConfigError("--set", item, f"a section at `{part}`", "give the dotted name of one setting")
-        node = child
-    node[leaf] = value
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -173,7 +203,7 @@ def problems(
             plain = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
             close = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
             hint = (
-                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem train --help` lists all settings"
+                f"did you mean `{close[0]}`?" if close else "remove it; `slime-tandem config --list` lists all settings"
             )
             yield ConfigError(where, value, "a known setting", hint)
         elif kind == "value_error" and isinstance(item["ctx"]["error"], ConfigError):

@@ -166,12 +166,17 @@ class TaskSpec(Section):
             raise ValueError(f"expected one of {', '.join(ANSWER_FORMATS)}, or regex:PATTERN")
         import re2
 
+        options = re2.Options()
+        options.log_errors = False
         try:
-            groups = re2.compile(value.removeprefix("regex:")).groups
+            groups = re2.compile(value.removeprefix("regex:"), options).groups
         except re2.error as error:
-            raise ValueError(f"no regular expression of RE2: {error}") from None
+            why = error.args[0].decode("utf-8", "replace") if isinstance(error.args[0], bytes) else str(error)
+            raise ValueError(f"a regular expression of RE2 behind `regex:` ({why})") from None
+        except UnicodeEncodeError:
+            raise ValueError("a regular expression of whole characters") from None
         if groups > 1:
-            raise ValueError(f"the regular expression has {groups} groups; make all but the answer's (?:...)")
+            raise ValueError(f"a regular expression with one group at most, not {groups}; write the others as (?:...)")
         return value
 
     @property

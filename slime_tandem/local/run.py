@@ -338,6 +338,7 @@ def _run_arm(
         ) as writer,
     ):
         writer.write_config(config)
+        writer.require_rewards()
         done = {(row["step"], row.get("phase")) for row in read_rows(arm.folder / "eval.jsonl")}
         if step >= config.train.steps and (config.train.steps, "after") in done:
             return

@@ -95,6 +95,7 @@ _LARGEST = {
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "num_experts": 2**16,
+    "num_labels": 2**16,
 }
 _LARGEST |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 2**16)
 _LARGEST["max_position_embeddings"] = 2**40
@@ -103,7 +104,7 @@ _LARGEST |= dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "he
 
 def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Raise ModelError for a whole number in a config.json that is no size: transformers would write out a list of a billion
-    layers before anybody looked at it. What is no whole number is left to transformers.
+    layers, or of as many labels, before anybody looked at it. What is no whole number is left to transformers.
 
     >>> require_sizes({"num_hidden_layers": 10**9}, "config.json")
     Traceback (most recent call last):
@@ -112,7 +113,7 @@ def require_sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     for part in (config, language_config(config)):
         for name, most in _LARGEST.items():
             value = part.get(name)
-            least = 0 if "experts" in name else 1  # a dense member of such a family says 0
+            least = 0 if "experts" in name or name == "num_labels" else 1  # a dense member of such a family says 0
             if isinstance(value, int) and not least <= value <= most:
                 raise ModelError(f"{os.fspath(path)} {name}", value, f"{least} to {most}", "mend it")
 
@@ -207,6 +208,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     """
     path = check_model_folder(folder)
     require_whole_weights(path)
+    _require_floats(path)
     if dtype not in _DTYPES:
         raise ModelError("dtype", dtype, "float32 or bfloat16", "choose one of these")
     from transformers import AutoModelForCausalLM
@@ -242,7 +244,26 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     # model that is being served.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    language = model.config.get_text_config()
+    model.config.return_dict = language.return_dict = True  # outputs are read by name, whatever the folder prefers
     return model.eval()
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _require_floats(path: Path) -> None:
+    """Raise ModelError for weights of integers or 8 bits: without a quantization's scales they say something else."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no dictionary
+                if (kind := weights.get_slice(name).get_dtype()) not in _FLOATS:
+                    raise ModelError(
+                        f"{file} {name}",
+                        kind,
+                        f"weights of {', '.join(_FLOATS)}",
+                        "save it dequantized, or in bfloat16",
+                    )
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -251,16 +272,22 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 
 def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
-    """The tokenizer in `folder`; raises ModelError if there is none or it does not load."""
+    """The tokenizer in `folder`; raises ModelError if there is none or it does not load.
+
+    transformers reads a config.json beside it, too: what is wrong with that is said of it.
+    """
     path = Path(folder)
     if not has_tokenizer(path):
         raise ModelError("model", str(folder), "a folder with tokenizer files", "save the tokenizer beside the weights")
     from transformers import AutoTokenizer
 
+    if (path / "config.json").is_file():
+        require_sizes(read_model_config(path), path / "config.json")
     quiet_transformers()
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _require_loadable_config(path, trust_remote_code)
         reason = " ".join(str(error).split())[:400]
         raise ModelError(
             "model",
@@ -268,3 +295,28 @@ def load_tokenizer(folder: str | os.PathLike[str], trust_remote_code: bool = Fal
             f"a tokenizer that transformers loads ({type(error).__name__}: {reason})",
             "save the tokenizer again",
         ) from error
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        field = f"{path / 'tokenizer_config.json'} model_max_length"
+        raise ModelError(field, longest, "a number of tokens", "mend it, or leave it out")
+    return tokenizer
+
+
+def _require_loadable_config(path: Path, trust_remote_code: bool) -> None:
+    """Raise ModelError for a config.json that transformers knows the type of, and does not read."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not (path / "config.json").is_file():
+        return
+    kind = read_model_config(path).get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ModelError(f"{path / 'config.json'} model_type", kind, "a name", "mend it")
+    if kind not in CONFIG_MAPPING.keys():  # noqa: SIM118 - no plain dictionary
+        return
+    try:
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        expected = f"a configuration that transformers loads ({reason})"
+        raise ModelError("model", str(path / "config.json"), expected, "mend it") from error

@@ -1,4 +1,5 @@
-"""Whether a chat template comes to an end: rendered once in a process that can be killed, before it is rendered here.
+"""Whether a chat template comes to an end: all that is rendered to read it (`turns.probe`) is rendered in a process that can be
+killed first, before it is rendered here.
 
 A template is a program in a sandbox, which keeps it from files, and from nothing that takes long or is large. What messages say
 is data to it, and is not read as a template.
@@ -6,12 +7,15 @@ is data to it, and is not read as a template.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime_tandem.errors import ModelError
 from slime_tandem.tasks.pool import Call, Limits, Pool, recipe
+from slime_tandem.turns import probe
 
 LIMITS = Limits(
     timeout_s=10.0, memory_mib=2048, processes=1, guarded=False
@@ -65,17 +69,36 @@ def renderer() -> Callable[[str, Mapping[str, str]], int]:
 
     def render(template: str, variables: Mapping[str, str]) -> int:
         longest = 0
+        try:
+            compiled = environment.from_string(template)
+        except TemplateError:
+            return 0
+
+        def write(
+            messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Any] | None = None
+        ) -> str:
+            nonlocal longest
+            try:
+                text = compiled.render(
+                    messages=[dict(message) for message in messages],
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=generation,
+                    **variables,
+                )
+            except (MemoryError, RecursionError):
+                raise
+            except Exception as error:  # a template refuses roles by what it likes
+                raise ModelError("chat template", "", "one that renders these", "") from error
+            longest = max(longest, len(text))
+            return text
+
         for chat in _CHATS:
-            for add in (False, True):
-                try:
-                    text = environment.from_string(template).render(
-                        messages=chat, tools=None, documents=None, add_generation_prompt=add, **variables
-                    )
-                except (MemoryError, RecursionError):
-                    raise
-                except Exception:  # noqa: BLE001, S112 - a template refuses roles by what it likes
-                    continue
-                longest = max(longest, len(text))
+            for generation in (False, True):
+                with contextlib.suppress(ModelError):
+                    write(chat, generation=generation)
+        with contextlib.suppress(ModelError):
+            probe(write, "")
         return longest
 
     return render

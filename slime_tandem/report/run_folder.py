@@ -217,6 +217,18 @@ class RunWriter:
                 "restore the file, or resume from a checkpoint before it, or start again under another `name`",
             )
 
+    def require_rewards(self) -> None:
+        """Raise RunDirError where the rewards of a step are lost that had some: they were on the disk before the checkpoint."""
+        kept = {row["step"] for row in read_rows(self._rewards)}
+        rewarded = [row["step"] for row in read_rows(self._metrics) if row.get("rollout/reward_mean") is not None]
+        if lost := [step for step in rewarded if step not in kept]:
+            raise RunDirError(
+                str(self._rewards),
+                f"no row of step {lost[0]}",
+                "rewards of each step in metrics.jsonl that had some",
+                "restore the file, or start again under another `name`",
+            )
+
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml. A resumed run must have the settings it was started with, else RunDirError."""
         path = self.run_dir / "config.yaml"

@@ -117,8 +117,21 @@ def load_config(run_dir: Path) -> RunConfig:
 
 
 def load_files(run_dir: Path) -> RunFiles:
-    """The rows of one run folder; rows of files that are not there yet are empty. Raises RunDirError for damaged rows."""
-    return RunFiles(_rows(run_dir / "metrics.jsonl", "step"), _rows(run_dir / "eval.jsonl", "eval"))
+    """The rows of one run folder; rows of files that are not there yet are empty.
+
+    Raises RunDirError for damaged rows, and where rows of steps are lost that an evaluation comes after.
+    """
+    files = RunFiles(_rows(run_dir / "metrics.jsonl", "step"), _rows(run_dir / "eval.jsonl", "eval"))
+    done = max((row["step"] for row in files.evals), default=0)
+    there = {row["step"] for row in files.steps}
+    if lost := [step for step in range(done if len(there) < done else 0) if step not in there]:
+        raise RunDirError(
+            str(run_dir / "metrics.jsonl"),
+            f"no row of step {lost[0]}",
+            f"a row of each of the {done} steps that eval.jsonl has an evaluation after",
+            "restore the file",
+        )
+    return files
 
 
 def load_rewards(run_dir: Path) -> tuple[Mapping[str, Any], ...]:

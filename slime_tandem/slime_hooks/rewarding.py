@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from slime_tandem.config import RunConfig
+from slime_tandem.errors import DataError
 from slime_tandem.slime_hooks import wire
 from slime_tandem.tasks.arguments import Response
 from slime_tandem.tasks.families import judge_of, require_for_labels
 from slime_tandem.tasks.judging import Judge, Verdict
 from slime_tandem.types import Prompt
-
-_OF_PLANS = ("task", "prompt_id")
-"""Keys of a row's metadata that a plan writes beside the prompt's own columns."""
 
 
 class Judges:
@@ -105,12 +103,20 @@ def task_of(sample: Any, config: RunConfig) -> int:
 
 
 def response_of(sample: Any, *, text_alone: bool) -> Response:
-    """What a reward is given of a sample; `text_alone`: it compares with the label, and asks for no more."""
+    """What a reward is given of a sample; `text_alone`: it compares with the label, and asks for no more.
+
+    Raises DataError for a label that no answer can be compared with.
+    """
     if text_alone:
+        if isinstance(sample.label, list | dict | bool):
+            remedy = "give one answer, or a reward of your own (tasks[].reward), which gets it whole"
+            raise DataError(f"label of sample {sample.index}", sample.label, "a non-empty string or a number", remedy)
         label = None if sample.label is None else str(sample.label)
         return Response(Prompt(f"slime/{sample.group_index}", (), label, "slime"), sample.response)
     prompt = wire.prompt_of(sample)
-    metadata: Mapping[str, Any] = {name: value for name, value in prompt.metadata.items() if name not in _OF_PLANS}
-    prompt = replace(prompt, prompt_id=str(prompt.metadata.get("prompt_id", prompt.prompt_id)), metadata=metadata)
-    known = wire.RECORD in (sample.metadata or {}) or sample.rollout_log_probs is not None
+    row: Mapping[str, Any] = sample.metadata or {}
+    of_plans = set(wire.OF_PLANS) - row.get(wire.COLUMNS, {}).keys()
+    metadata: Mapping[str, Any] = {name: value for name, value in prompt.metadata.items() if name not in of_plans}
+    prompt = replace(prompt, prompt_id=str(row.get("prompt_id", prompt.prompt_id)), metadata=metadata)
+    known = wire.RECORD in row or sample.rollout_log_probs is not None
     return Response(prompt, sample.response, wire.response_of(sample) if known else None)

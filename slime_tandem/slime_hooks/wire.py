@@ -29,6 +29,7 @@ from slime_tandem.errors import (
     UnreadToolsError,
 )
 from slime_tandem.objective.loss import PackedTokens
+from slime_tandem.tasks.columns import WHOLE_LABEL
 from slime_tandem.tasks.jsonl import parse_messages
 from slime_tandem.tasks.judging import Verdict
 from slime_tandem.training.rows import TrainRow
@@ -62,6 +63,12 @@ PARTS = "slime_tandem_reward_parts"
 """The same for the named parts of its reward."""
 MESSAGES = "messages"
 """The key of `sample.metadata` with the raw chat messages of the prompt."""
+COLUMNS = "slime_tandem_columns"
+"""The key of `sample.metadata` for columns of a prompt whose names mean something else there."""
+OF_PLANS = ("task", "prompt_id")
+"""Keys of a row's metadata that a plan writes beside the prompt's own columns."""
+OURS = (MESSAGES, RECORD, SCORES, PROBLEM, UNREWARDED, UNASKED, PARTS, COLUMNS)
+"""Keys of `sample.metadata` that are no columns of the prompt."""
 
 OLD, WEIGHT, OPD_WEIGHT, OPD_SHARE, TEACHER, SHARE, JUNIOR, JUNIOR_LOG_PROB = range(8)
 FIXED = 8
@@ -243,6 +250,14 @@ def groups_of(samples: Sequence[Any]) -> list[int]:
     return groups
 
 
+def metadata_of(prompt: Prompt) -> dict[str, Any]:
+    """The metadata of a prompt's row as a plan writes it: `prompt_of` makes the same columns of it, whatever their names."""
+    names = {name for name in prompt.metadata if name in OURS or name in OF_PLANS}
+    columns = {name: value for name, value in prompt.metadata.items() if name not in names}
+    apart = {COLUMNS: {name: prompt.metadata[name] for name in names}} if names else {}
+    return {**columns, **apart, "task": prompt.task, "prompt_id": prompt.prompt_id}
+
+
 def prompt_of(sample: Any) -> Prompt:
     """Our view of a slime sample's prompt; no messages where only rendered text is known.
 
@@ -253,9 +268,11 @@ def prompt_of(sample: Any) -> Prompt:
     messages: tuple[Message, ...] = ()
     if raw is not None:
         messages = parse_messages(raw, f"messages of sample {sample.index}", may_be_text=True)
-    ours = (MESSAGES, RECORD, SCORES, PROBLEM, UNREWARDED, UNASKED, PARTS)
-    kept = {name: value for name, value in metadata.items() if name not in ours}
-    label = None if sample.label is None else str(sample.label)
+    kept = {name: value for name, value in metadata.items() if name not in OURS} | metadata.get(COLUMNS, {})
+    label = sample.label
+    if isinstance(label, list | dict | bool):  # no one answer: rewards of the user's get it whole
+        label, kept[WHOLE_LABEL] = None, label
+    label = None if label is None else str(label)
     return Prompt(f"slime/{sample.group_index}", messages, label, str(metadata.get("task", "slime")), kept)
 
 

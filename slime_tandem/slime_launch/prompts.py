@@ -95,10 +95,12 @@ def _lines(prompts: Sequence[Prompt]) -> str:
 
 
 def _line(prompt: Prompt) -> str:
+    from slime_tandem.slime_hooks.wire import metadata_of  # torch: not for those who only ask for sizes
+
     row = {
         "messages": [m.as_dict() for m in prompt.messages],
         "label": prompt.label,
-        "metadata": {**prompt.metadata, "task": prompt.task, "prompt_id": prompt.prompt_id},
+        "metadata": metadata_of(prompt),
     }
     try:
         return json.dumps(row, ensure_ascii=False) + "\n"

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from slime_tandem.errors import ConfigError, DataError
+from slime_tandem.tasks.columns import RESERVED, WHOLE_LABEL
 from slime_tandem.types import Prompt, TandemSample
 
 
@@ -36,7 +37,7 @@ OF_A_RESPONSE: Mapping[str, Callable[[Response], Any]] = MappingProxyType(
     {
         "prompt": lambda r: r.prompt,
         "text": lambda r: r.text,
-        "label": lambda r: r.prompt.label,
+        "label": lambda r: r.prompt.label if r.prompt.label is not None else r.prompt.metadata.get(WHOLE_LABEL),
         "task": lambda r: r.prompt.task,
     }
 )
@@ -67,12 +68,10 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names that other libraries give the same (slime, verl), where no column has them."""
-_OURS = ("spec",)
-"""Keys of a prompt's metadata that are this package's own."""
 
 
 def _columns(response: Response) -> dict[str, Any]:
-    return {name: value for name, value in response.prompt.metadata.items() if name not in _OURS}
+    return {name: value for name, value in response.prompt.metadata.items() if name not in RESERVED}
 
 
 @dataclass(frozen=True, slots=True)

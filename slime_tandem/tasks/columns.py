@@ -30,7 +30,9 @@ NO_TEXT = ("images", "image", "videos", "video", "audios", "audio")
 _PAIR = ("chosen", "rejected")
 _LONGEST_LINE = 200
 """Characters of a line that may be an answer as it is; a longer one is a solution."""
-_RESERVED = ("spec",)
+WHOLE_LABEL = "whole_label"
+"""The key of a prompt's metadata for a label that is no one answer (a list, an object, true), as own rewards get it."""
+RESERVED = ("spec", WHOLE_LABEL)
 """Keys of a prompt's metadata that this package writes."""
 
 
@@ -74,8 +76,10 @@ def pick(row: Mapping[str, Any], where: str, keys: Keys) -> Picked:
     taken = {input_key, label_key, metadata_key, "task"}
     rest = {key: value for key, value in row.items() if key not in taken}
     metadata = dict(given or {})
+    if ours := next((key for key in (*metadata, *rest) if key in RESERVED), None):
+        raise DataError(f"{where} key", ours, "a name that this package does not use itself", "rename the column")
     for key in (*rest, *([label_key] if label_key not in (None, "label") else ())):
-        if key in metadata or key in _RESERVED:
+        if key in metadata:
             raise DataError(f"{where} key", key, "a column that is not in the metadata, too", "rename the column")
     return Picked(input_key, _at(row, input_key)[1], label_key, label, metadata | rest, row.get("task", "jsonl"))
 

@@ -434,6 +434,14 @@ def _seed_of(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1  # 31 bits: valid for numpy seeds too
 
 
+def _is_text(content: object) -> bool:
+    """Whether a tokenizer takes it: half of a surrogate pair is no character."""
+    try:
+        return isinstance(content, str) and content.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def _filtered(prompts: Iterator[Prompt], field: str, *, held_out: bool) -> Iterator[Prompt]:
     """Keep one side; ends (instead of searching for ever) once so many draws in a row were of the other side."""
     barren = 0
@@ -441,6 +449,11 @@ def _filtered(prompts: Iterator[Prompt], field: str, *, held_out: bool) -> Itera
         if not isinstance(prompt, Prompt):
             raise DataError(
                 f"{field}: stream", prompt, "prompts", "make them with slime_tandem.tasks.family.make_prompt"
+            )
+        if not all(_is_text(message.content) for message in prompt.messages):
+            content = [message.content for message in prompt.messages]
+            raise DataError(
+                f"{field}: stream", content, "messages of whole characters", "leave half surrogate pairs out"
             )
         if is_held_out(prompt.messages) == held_out:
             barren = 0

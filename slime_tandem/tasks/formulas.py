@@ -33,6 +33,9 @@ _WORDS = re.compile(
     r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|pi)(?![A-Za-z])"
 )
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+_PRIMES = re.compile(r"([A-Za-z])('+)")
+_TRANSPOSE = re.compile(r"(?<!matrix\})\^\s*(?:\{\s*(?:T|\\top)\s*\}|T(?![A-Za-z])|\\top(?![A-Za-z]))")
+_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(|\\sqrt\s*\(")
 
 
@@ -49,7 +52,27 @@ def as_latex(text: str) -> str:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
         text = f"{text[: found.start()]}\\sqrt{{{text[found.end() : end - 1]}}}{text[end:]}"
-    return re.sub(r"\^\(([^()]*)\)", r"^{\1}", text)
+    text = re.sub(r"\^\(([^()]*)\)", r"^{\1}", text)
+    # math-verify reads past both: to it y' is y, and a transposed matrix is the matrix.
+    text = _PRIMES.sub(lambda found: f"{found[1]}_{{prime{len(found[2])}}}", text)
+    return _TRANSPOSE.sub("^{T_{op}}", text)
+
+
+def _cases_apart(label: str, answer: str) -> tuple[str, str]:
+    r"""Both with another letter for a capital that stands beside its small letter in one of them: math-verify makes all small.
+
+    >>> _cases_apart(r"\frac{M}{m}", "1"), _cases_apart("R^2", "r^2")
+    (('\\frac{a}{m}', '1'), ('R^2', 'r^2'))
+    """
+    used = [{found[1] for found in _LETTER.finditer(text) if found[1]} for text in (label, answer)]
+    twice = {letter for letters in used for letter in letters if letter.isupper() and letter.lower() in letters}
+    free = [c for c in "abchjkmnpqsuvwxyz" if not {c, c.upper()} & (used[0] | used[1])]
+    names = dict(zip(sorted(twice), free, strict=False))
+
+    def renamed(found: re.Match[str]) -> str:
+        return names.get(found[0], found[0])
+
+    return _LETTER.sub(renamed, label), _LETTER.sub(renamed, answer)
 
 
 def prepare() -> None:
@@ -60,13 +83,28 @@ def prepare() -> None:
 def formulas_equal(label: str, answer: str) -> bool:
     """Whether math-verify finds two formulas equal. An answer that it cannot read is not; takes any time."""
     parse, verify = _math_verify()
+    left, right = _cases_apart(as_latex(label), as_latex(answer))
+    if "'" in left + right:
+        return False
     with text_is_numbers():
-        gold, given = parse(as_latex(label)), parse(as_latex(answer))
+        gold, given = parse(left), parse(right)
         if gold is None or given is None:
             return False
+        if _says_nothing(gold) or _says_nothing(given):
+            return bool(gold == given)
         if all(getattr(e, "is_number", False) and getattr(e, "is_finite", False) for e in (gold, given)):
             return _same_value(gold, given)
         return bool(verify(gold, given))
+
+
+def _says_nothing(formula: Any) -> bool:
+    """Whether it is an equation or inequality that holds always or never: to math-verify all of these are equal."""
+    from sympy import Expr, simplify
+    from sympy.core.relational import Relational
+
+    if not isinstance(formula, Relational) or not all(isinstance(side, Expr) for side in formula.args):
+        return False
+    return bool(simplify(formula.lhs - formula.rhs).is_number)
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -18,7 +18,7 @@ from slime_tandem.errors import DataError
 from slime_tandem.files import parse_json
 from slime_tandem.tasks import labels as kinds
 from slime_tandem.tasks.answers import label_reward
-from slime_tandem.tasks.columns import Keys, Picked, final_answer, no_label, pick
+from slime_tandem.tasks.columns import WHOLE_LABEL, Keys, Picked, final_answer, no_label, pick
 from slime_tandem.tasks.family import make_prompt
 from slime_tandem.tasks.row_files import Rows, Source, open_rows
 from slime_tandem.tasks.saved_datasets import HubName, from_hub, saved
@@ -214,6 +214,8 @@ def _prompt(picked: Picked, where: str, needed: bool, spec: TaskSpec) -> tuple[P
     label, of = _label(given, label_key, f"{where} {label_key}", needed, spec.answer)
     if label is None or (of and label_key != "last turn"):  # nothing is lost: a reward may want all of it
         metadata = metadata | ({} if "." in label_key or label_key == "last turn" else {label_key: given})
+    if label is None and isinstance(given, list | dict | bool):
+        return make_prompt(task, messages, None, metadata | {WHOLE_LABEL: given}), f"label, whole, from {label_key}"
     told = "no label" if label is None else f"label from {label_key}{' (its final answer)' if of else ''}"
     return make_prompt(task, messages, label, metadata), told
 
@@ -230,6 +232,8 @@ def _with_instruction(messages: tuple[Message, ...], text: str, where: str) -> t
 
 def _label(value: Any, key: str, where: str, needed: bool, answer: AnswerKind | None) -> tuple[str | None, bool]:
     """(the label, whether it is the final answer of a longer text). None for what is none, where none is needed."""
+    if not needed and isinstance(value, list | dict | bool):
+        return None, False
     found = value
     if isinstance(value, str) and key != "label":  # the key of this package is taken at its word
         found = final_answer(value)
@@ -247,7 +251,7 @@ def _label(value: Any, key: str, where: str, needed: bool, answer: AnswerKind | 
 def _check_label(label: object, where: str, answer: AnswerKind | None) -> None:
     fine = isinstance(label, (str, int, float)) and not isinstance(label, bool) and bool(str(label).strip())
     if not fine:
-        whole = "give one answer; a list or an object under another name reaches a reward of your own (tasks[].reward) whole"
+        whole = "give one answer; a list or an object reaches a reward of your own (tasks[].reward) whole"
         remedy = whole if isinstance(label, list | dict) else "add the right answer"
         raise DataError(where, label, "a non-empty string or a number", remedy)
     if not kinds.fits(str(label), answer):

@@ -6,7 +6,7 @@ r"""What a label is, and whether an answer is it: numbers by value, formulas as 
 | choice | `B`, `(B)`, `B.` | the same letter |
 | list | `1, 2`, `(1, 2)`, `[0, \infty)`, `\{1, 2\}` of numbers and formulas | bracket and elements; a set in any order |
 | math | `x^2-1`, `\sqrt{2}`, `2\pi`, `x = 5` | by math-verify, where the answer is a number or math, too |
-| text | all else: words, dates, times, scores, versions, quantities | the same text, normalised |
+| text | all else: words, dates, times, scores, versions, quantities, codes (`B12`) | the same text, normalised |
 
 Numbers written out are equal if their values are, without tolerance; where one has `ROUNDED_DIGITS` significant digits or more
 (a computer's float), within `TOLERANCE` of the larger one. Text is compared in Unicode's NFC, without case, with single spaces,
@@ -414,7 +414,7 @@ def _is_formula(text: str) -> bool:
         if kind != "space":
             tokens.append((kind, found[kind]))
         at = found.end()
-    if depth or not tokens or tokens[0][1] in _BEGINS_WRONG or tokens[-1][1] in _ENDS_OPEN:
+    if depth or not tokens or tokens[0][1] in _BEGINS_WRONG or tokens[-1][1] in _ENDS_OPEN or _is_code(text):
         return False
     kinds = {kind for kind, _ in tokens}
     operators = {value for kind, value in tokens if kind == "operator"}
@@ -430,6 +430,19 @@ def _is_formula(text: str) -> bool:
     if not words:  # digits alone: a score, a date, a telephone number, unless something is worked out
         return bool(operators & set("+*^=<>!") or "**" in operators)
     return bool(operators - {","}) or ("number" in kinds and " " not in text.strip())
+
+
+_CODE = re.compile(rf"(?<![A-Za-z\\{{_])(?!(?:{'|'.join(sorted(_FUNCTIONS))})[0-9])[A-Za-z]+[0-9]")
+_SCORE = re.compile(r"([A-Za-z])(?:\s*-\s*\1)+")
+
+
+def _is_code(text: str) -> bool:
+    r"""Whether letters name something here, and are no variables: a digit behind a letter is no factor, nor `O-O` nothing.
+
+    >>> [_is_code(s) for s in ("B12", "H2O", "4x4", "e4", "O-O", "12B", "x_1", "2x", "log2", "x^2")]
+    [True, True, True, True, True, False, False, False, False, False]
+    """
+    return _SCORE.fullmatch(text) is not None or ("\\" not in text and _CODE.search(text) is not None)
 
 
 def _in_braces(text: str) -> bool:

@@ -164,7 +164,7 @@ class Caller:
             async with limit:
                 return outcome_of(await answer)
         except TimeoutError as error:
-            return failed("timeout", "") if limit.expired() else _of_error(error)
+            return self._late() if limit.expired() else _of_error(error)
 
     async def _awaited_batch(self, answer: Awaitable[Any], n: int) -> list[Outcome]:
         limit = asyncio.timeout(self._timeout_s)
@@ -172,4 +172,7 @@ class Caller:
             async with limit:
                 return outcomes_of(await answer, n)
         except TimeoutError as error:
-            return [failed("timeout", "") if limit.expired() else _of_error(error)] * n
+            return [self._late() if limit.expired() else _of_error(error)] * n
+
+    def _late(self) -> Outcome:
+        return failed("timeout", f"no answer within {self._timeout_s:g} s (reward.own_timeout_s)")

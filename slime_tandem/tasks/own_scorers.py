@@ -1,4 +1,5 @@
-"""Our own scorers for data sets of reasoning-gym whose scorer hands text to an `eval`: nothing is evaluated, all is bounded.
+"""Our own scorers for data sets of reasoning-gym whose scorer hands text to an `eval`, or gives all marks to an answer that is
+none (`FOOLED`): nothing is evaluated, all is bounded.
 
 Each gives what the library's gives, but for what is said with it. Arithmetic is exact, by fractions; lists are read as JSON.
 Pure functions of (answer, entry of the data set).
@@ -7,6 +8,7 @@ Pure functions of (answer, entry of the data set).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -171,6 +173,55 @@ def bitwise_arithmetic(answer: str, entry: Entry) -> float:
     return float(len(answer) <= _LONGEST and int(answer, 0) == int(entry["answer"], 0))
 
 
+_REAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]{1,3})?"
+_PROBABILITY = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]{1,3}|/0*[1-9][0-9]*)?%?\Z")
+_COMPLEX = re.compile(
+    rf"(?:(?P<real>[-+]?{_REAL})(?:(?P<imaginary>[-+](?:{_REAL})?)[ij])?|(?P<alone>[-+]?(?:{_REAL})?)[ij])\Z"
+)
+
+
+def complex_arithmetic(answer: str, entry: Entry) -> float:
+    """1.0 for the number, less the further away, 0.0 for what is no number.
+
+    To the library `nan` is as near as can be to every number.
+    """
+    text = answer.replace(" ", "").lower()
+    while text[:1] == "(" and text[-1:] == ")":
+        text = text[1:-1]
+    found = _COMPLEX.match(text) if len(text) <= _LONGEST else None
+    if found is None:
+        return 0.0
+    imaginary = found["imaginary"] if found["alone"] is None else found["alone"]
+    if imaginary in ("", "+", "-"):
+        imaginary += "1"
+    given = complex(float(found["real"] or 0), float(imaginary or 0))
+    return math.exp(-abs(given - complex(*entry["metadata"]["result"])))
+
+
+def coin_flip(answer: str, entry: Entry) -> float:
+    """1.0 for the probability, within 0.0001 and a hundredth of it; else the share of its digits that the answer begins with.
+
+    The library takes the share of the shorter of both, so that `0` has all digits of every probability.
+    """
+    text = answer.replace(" ", "").replace(",", "")
+    if len(text) > _LONGEST or _PROBABILITY.match(text) is None:
+        return 0.0
+    given, right = Fraction(text.rstrip("%")) / (100 if text.endswith("%") else 1), Fraction(entry["answer"])
+    if abs(given - right) <= min(Fraction(1, 10_000), right / 100):
+        return 1.0
+    texts = [f"{float(number):.10g}" for number in (given, right)]
+    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    return same / (max(map(len, texts)) + 1)
+
+
+def game_of_life_halting(answer: str, entry: Entry) -> float:
+    """1.0 for the right one of True and False, else 0.0.
+
+    The library compares whether there are texts: to it every answer is right.
+    """
+    return float(answer.strip(" '\"`.").lower() == entry["answer"].lower())
+
+
 OWN_SCORERS: Mapping[str, OwnScorer] = {
     f.__name__: f
     for f in (
@@ -182,6 +233,12 @@ OWN_SCORERS: Mapping[str, OwnScorer] = {
         string_insertion,
         number_sorting,
         bitwise_arithmetic,
+        complex_arithmetic,
+        coin_flip,
+        game_of_life_halting,
     )
 }
 """By the name of the data set."""
+
+FOOLED = frozenset({"complex_arithmetic", "coin_flip", "game_of_life_halting"})
+"""Those of them whose scorer in the library evaluates nothing, and gives all marks to an answer that is none."""

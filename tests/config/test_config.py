@@ -113,7 +113,7 @@ def test_a_misspelt_strategy_gets_a_suggestion() -> None:
         ({"tandem": {"prob_seniour": 0.5}}, "tandem.prob_seniour=0.5", "did you mean `tandem.prob_senior`?"),
         ({"tandme": {"prob_senior": 0.5}}, "tandme={'prob_senior': 0.5}", "did you mean `tandem`?"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature=1", "did you mean `sampling.temperature`?"),
-        ({"qqqqqq": 1}, "qqqqqq=1", "`slime-tandem train --help` lists all settings"),
+        ({"qqqqqq": 1}, "qqqqqq=1", "`slime-tandem config --list` lists all settings"),
         ({"tasks": [{"familly": "x", "family": "chain_sum"}]}, "tasks.0.familly='x'", "did you mean `tasks.family`?"),
     ],
 )
@@ -401,7 +401,15 @@ def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
         ("name=!!python/name:os.system", "expected a YAML value"),
         ("seed=" + "[" * 3_000, "expected a YAML value"),
         ("seed.x=1", "seed={'x': 1}: expected"),
-        ("tasks.0.family=x", "tasks={'0': {'family': 'x'}}: expected"),
+        ("tasks.0.family=x", "expected a list at `tasks` in the file of settings"),
+        ("opd.teachers.0.url=x", "set the whole list: --set 'opd.teachers=[...]'"),
+        ("train.steps=010", "010 is octal, or of base 60; write a decimal number"),
+        ("train.steps=12:30", "12:30 is octal, or of base 60"),
+        ("optimizer.lr=1:30.5", "1:30.5 is octal, or of base 60"),
+        (
+            "tasks=[{family: jsonl, path: a, answer_format: 'regex:('}]",
+            "a regular expression of RE2 behind `regex:` (missing ): ()",
+        ),
         ("tandem.prob_seniour=1", "did you mean `tandem.prob_senior`?"),
         ("tandem.prob_senior=", "tandem.prob_senior='': expected"),
         ("tandem..prob_senior=1", "expected a known setting"),
@@ -410,6 +418,15 @@ def test_override_values_are_yaml(item: str, name: str, value: Any) -> None:
 )
 def test_bad_overrides_are_refused(item: str, text: str) -> None:
     assert text in override_problem(item)
+
+
+def test_an_entry_of_a_list_is_set_by_its_number_as_errors_name_it() -> None:
+    two = "tasks=[{family: chain_sum}, {family: gcd}]"
+    tasks = RunConfig.load(overrides=[two, "tasks.1.weight=2", "tasks.0={family: lcm}"]).tasks
+    assert [(t.family, t.weight) for t in tasks] == [("lcm", 1.0), ("gcd", 2.0)]
+    for item in ("tasks.2.weight=2", "tasks.x.weight=2", "tasks.-1.weight=2"):
+        with pytest.raises(ConfigError, match="an entry of the list, 0 to 1"):
+            RunConfig.load(overrides=[two, item])
 
 
 def yaml_bomb(*, merge: bool = False) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import DataError
 from slime_tandem.local.run import train
 
 from ..in_process import ThreadServer
+from ..waiting import wait_until
 
 _urls: dict[str, str] = {}
 
@@ -57,6 +62,19 @@ def keys(text): return {"a": 0.1, "odd": 1.0} if _bad(text) else {"a": (1 + len(
 def kills(text):
     if _bad(text): os._exit(9)
     return (1 + len(text)) / 100
+
+calls = 0
+
+def stuck_once(text):
+    # At one call of the first process that comes so far: it says who it is, and does not come back.
+    global calls
+    calls += 1
+    path = os.environ.get("STUCK_AT")
+    if path and calls == 50 and not os.path.exists(path):
+        with open(path + ".part", "w") as file: file.write(str(os.getpid()))
+        os.replace(path + ".part", path)
+        time.sleep(600)
+    return {"long": len(text) / 100}
 
 def never(text): raise RuntimeError("never")
 def wrong_length(texts): return [0.5] * (len(texts) - 1)
@@ -204,3 +222,31 @@ def test_a_server_rewards_a_run(trio: Any, tmp_path: Path) -> None:
     means = {p["part"]: p["mean"] for p in rows(c.run_dir / "reward_parts.jsonl") if p["phase"] == "train"}
     assert means["label"] == 0.0
     assert step["rollout/reward_mean"] == pytest.approx(means["long"])
+
+
+def test_a_run_that_is_killed_while_a_reward_is_asked_resumes_to_the_same_rewards(
+    trio: Any, tmp_path: Path, module: str
+) -> None:
+    more: Any = {"train": {"steps": 3, "save_every": 1}, "reward": {"own_timeout_s": 600.0}}
+    whole, killed = (config(trio, tmp_path / name, f"{module}:stuck_once", **more) for name in ("whole", "killed"))
+    train(whole)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(killed.model_dump(mode="json")))
+    stuck = tmp_path / "stuck"
+    env = {**os.environ, "STUCK_AT": str(stuck), "PYTHONPATH": os.pathsep.join(sys.path)}  # the module's folder in it
+    command = [sys.executable, "-m", "slime_tandem.cli", "train", "--quiet", "--config", str(tmp_path / "config.yaml")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: stuck.exists() or process.poll() is not None)
+        assert process.poll() is None
+        assert (killed.run_dir / "checkpoints").is_dir(), "in the middle"
+    finally:
+        process.kill()
+        process.wait()
+    worker = Path(f"/proc/{stuck.read_text()}")
+    wait_until(lambda: not worker.exists())  # the process that asked it is gone, too
+    train(killed, resume=True)
+    for name in ("rewards.jsonl", "reward_parts.jsonl"):
+        assert rows(killed.run_dir / name) == rows(whole.run_dir / name)
+    means = [[row["rollout/reward_mean"] for row in rows(c.run_dir / "metrics.jsonl")] for c in (killed, whole)]
+    assert means[0] == means[1]
+    assert len(means[0]) == 3

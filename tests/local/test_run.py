@@ -850,6 +850,7 @@ def test_lost_rows_are_missed_at_resume(trio, uninterrupted: Path, tmp_path: Pat
     for name, says in (
         ("metrics.jsonl", "0 rows, .* step 0"),
         ("eval.jsonl", "no row of the evaluation before training"),
+        ("rewards.jsonl", "no row of step 0"),
     ):
         content = (copy / name).read_bytes()
         (copy / name).unlink()

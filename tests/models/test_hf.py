@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,62 @@ def test_a_revision_is_the_snapshot_of_a_cache(tmp_path: Path) -> None:
     check_revision(tmp_path, None)
     with pytest.raises(ModelError, match="revision='main'"):
         check_revision(tmp_path, "main")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", {"num_labels": 10**8}, r"config\.json num_labels=100000000: expected 0 to 65536"),
+        ("config.json", {"num_hidden_layers": 10**9}, r"config\.json num_hidden_layers=.*expected 1 to 10000"),
+        (
+            "config.json",
+            {"hidden_size": "64"},
+            r"config\.json'?: expected a configuration that transformers loads.*mend it",
+        ),
+        (
+            "config.json",
+            {"rms_norm_eps": None},
+            r"config\.json'?: expected a configuration that transformers loads.*mend it",
+        ),
+        ("config.json", {"model_type": ["llama"]}, r"config\.json model_type=.*expected a name"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, r"tokenizer_config\.json model_max_length='x'"),
+        (
+            "tokenizer_config.json",
+            {"padding_side": "up"},
+            r"a tokenizer that transformers loads.*save the tokenizer again",
+        ),
+    ],
+)
+def test_a_tokenizer_says_which_file_of_the_folder_is_wrong(
+    model_copy: Callable[[str], Path], file: str, change: dict[str, Any], says: str
+) -> None:
+    """transformers reads config.json, too; "save the tokenizer again" mended none of these."""
+    path = model_copy("llama") / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=says):
+        load_tokenizer(path.parent)
+
+
+def test_outputs_are_read_by_name_whatever_the_folder_prefers(model_copy: Callable[[str], Path]) -> None:
+    path = model_copy("llama") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"return_dict": False}))
+    assert load_model(path.parent)(torch.tensor([[1, 2]])).logits.shape[:2] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (lambda w: (w * 100).to(torch.int8), "I8"),
+        (lambda w: w > 0, "BOOL"),
+        (lambda w: w.to(torch.float8_e4m3fn), "F8_E4M3"),
+    ],
+    ids=["int8", "bool", "fp8"],
+)
+def test_weights_without_their_scales_are_refused(
+    model_copy: Callable[[str], Path], changed: Callable[[torch.Tensor], torch.Tensor], says: str
+) -> None:
+    folder, name = model_copy("llama"), "model.layers.0.mlp.up_proj.weight"
+    weights = {key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file({**weights, name: changed(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}.*{says}"):
+        load_model(folder)

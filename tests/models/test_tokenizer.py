@@ -88,6 +88,9 @@ BOMBS = {
     "of the prompt": "{{ messages[0].content * 1000000 }}",
     "width": "{{ '%09999999d' | format(1) }}",
     "doubled": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "for a longer chat": PLAIN + "{% if messages | length > 3 %}{{ 'x' * 3000000000 }}{% endif %}",
+    "for tools": PLAIN + "{% if tools %}{{ 'x' * 3000000000 }}{% endif %}",
+    "for other words": PLAIN + "{% if messages[0].content != 'probe' %}{{ 'x' * 3000000000 }}{% endif %}",
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3,
 }
 

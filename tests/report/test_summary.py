@@ -51,6 +51,20 @@ def test_a_run_killed_in_the_middle(make_run):
     assert s["verdict"]["text"] == "Not known: 3 of 4 steps done, no evaluation after training."
 
 
+def test_rows_that_are_lost_before_an_evaluation_are_missed(make_run):
+    path = make_run(steps=4, control=False) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for kept, lost in (([], 0), (lines[:2], 2), (lines[1:], 0)):
+        path.write_text("".join(kept))
+        with pytest.raises(
+            RunDirError, match=rf"metrics\.jsonl='no row of step {lost}': expected a row of each of the 4 steps"
+        ):
+            summarise(path.parent)
+    path.unlink()
+    with pytest.raises(RunDirError, match="no row of step 0"):
+        summarise(path.parent)
+
+
 def test_a_run_killed_before_its_first_step(make_run):
     run_dir = make_run(steps=4, control=False, finished=False)
     (run_dir / "metrics.jsonl").unlink()

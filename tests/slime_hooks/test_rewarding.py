@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from slime_tandem.config import RunConfig
 from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.slime_hooks import hooks, settings, wire
+from slime_tandem.slime_hooks.rewarding import response_of
+from slime_tandem.types import Message, Prompt
 
 REWARDS = """
 import asyncio
@@ -23,6 +26,11 @@ def parts(text, label, level=0):
     if text == "bad":
         raise RuntimeError("no such text")
     return {"correct": float(text == label), "brief": 1 / (1 + len(text)), "level": level}
+
+def given(text, label, metadata, prompt_id=None):
+    if label == ["a", "b"]:
+        return len(text)
+    return len(metadata) + 10 * (metadata.get("messages") == "mine") + 100 * (prompt_id == 7)
 
 def sizes(texts):
     calls.append(texts)
@@ -285,3 +293,27 @@ def test_a_reward_that_cannot_be_called_is_refused_before_the_job(own: Any) -> N
     args = own("nothing")
     with pytest.raises(ConfigError, match=r"tasks\.0\.reward"):
         hooks.check_rewards(args, settings.settings(args))
+
+
+def test_a_label_that_is_no_one_answer_arrives_whole_or_is_refused(sample_class: Any, own: Any) -> None:
+    sample = finished(sample_class, 0, "abc")
+    sample.label = ["a", "b"]
+    asyncio.run(rewarded(own("given"), [sample]))
+    assert sample.reward == 3.0
+    with pytest.raises(DataError, match=r"label of sample 0=\['a', 'b'\].*a reward of your own"):
+        response_of(sample, text_alone=True)
+
+
+def test_columns_whose_names_mean_something_to_slime_arrive_as_they_are(sample_class: Any, own: Any) -> None:
+    """As in ultrachat_200k, which has `prompt`, `prompt_id` and, with the answers, `messages`."""
+    columns = {"messages": "mine", "prompt_id": 7, "task": "mine", "level": 1}
+    prompt = Prompt("p/1", (Message("user", "2 + 2 ="),), "yes", "t", {**columns, "spec": 0})
+    kept = json.loads(json.dumps(wire.metadata_of(prompt)))
+    assert "messages" not in kept, "slime's data source would take them for the prompt"
+    sample = finished(sample_class, 0, "abc")
+    sample.metadata = {**kept, wire.MESSAGES: [m.as_dict() for m in prompt.messages]}
+    found = response_of(sample, text_alone=False).prompt
+    assert (found.prompt_id, found.task, found.messages) == (prompt.prompt_id, prompt.task, prompt.messages)
+    assert found.metadata == prompt.metadata
+    asyncio.run(rewarded(own("given"), [sample]))
+    assert sample.reward == 4 + 10 + 100

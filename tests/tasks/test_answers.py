@@ -72,7 +72,7 @@ def test_formats_of_answers(answer_format: str, text: str, found: str | None) ->
 
 
 def test_formats_that_are_refused() -> None:
-    for value, says in {"box": "one of tags", "regex:(": "RE2", "regex:(a)(b)": "2 groups"}.items():
+    for value, says in {"box": "one of tags", "regex:(": "RE2", "regex:(a)(b)": "one group at most, not 2"}.items():
         with pytest.raises(ValueError, match=says):
             TaskSpec(family="jsonl", path="p", answer_format=value)
     with pytest.raises(ValueError, match="`answer_format` is of the reward `label`"):

@@ -229,7 +229,7 @@ def test_without_labels_nothing_of_a_row_is_lost(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "answer": {"tests": [1]}}, {"prompt": "c", "solution": "x\ny"}]
     found = read(tmp_path, "a.jsonl", lines(*rows), labels=False).prompts
     assert [p.label for p in found] == [None, None, "x\ny"]
-    assert dict(found[1].metadata) == {"answer": {"tests": [1]}}
+    assert dict(found[1].metadata) == {"answer": {"tests": [1]}, "whole_label": {"tests": [1]}}
 
 
 def seen(prompt: Any, text: str) -> float:
@@ -293,3 +293,36 @@ def test_what_a_reward_of_ones_own_needs_reaches_it(tmp_path: Path) -> None:
     tools = read(tmp_path, "openai.jsonl", lines(OPENAI)).prompts[0]
     assert tools.tools == TOOLS
     assert [m.role for m in tools.messages] == ["system", "user", "assistant", "tool", "user"]
+
+
+def whole(label: object) -> float:
+    return {"['a', 'b']": 1.0, "{'value': 4}": 2.0, "True": 3.0}[str(label)]
+
+
+def verl(solution_str: str, ground_truth: object) -> float:
+    return whole(ground_truth)
+
+
+@pytest.mark.parametrize("reward", ["whole", "verl"])
+@pytest.mark.parametrize("value", [["a", "b"], {"value": 4}, True])
+@pytest.mark.parametrize("key", ["label", "answer", "reward_model.ground_truth", "gold"])
+def test_a_label_that_is_no_one_answer_reaches_a_reward_of_ones_own_whole(
+    tmp_path: Path, key: str, value: object, reward: str
+) -> None:
+    first, _, rest = key.partition(".")
+    row = {first: {"style": "rule", rest: value} if rest else value}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*({"prompt": f"{i}"} | row for i in range(30))))
+    named = {"label_key": key} if key == "gold" else {}
+    spec = TaskSpec(family="jsonl", path=str(path), reward=f"tests.tasks.test_dialects:{reward}", **named)
+    tasks = TaskSet([spec], 0)
+    assert tasks.notes[0].endswith(f"30 rows: prompt from prompt, label, whole, from {key}")
+    assert tasks.reward(tasks.train_prompts(0, 1)[0], "x") == whole(value)
+    with pytest.raises(DataError, match=rf"{key}="):  # nothing that answers are compared with
+        read(tmp_path, "a.jsonl", path.read_bytes(), **named)
+
+
+@pytest.mark.parametrize("row", [{"metadata": {"spec": 1}}, {"spec": 1}, {"metadata": {"whole_label": [1]}}])
+def test_names_that_this_package_writes_itself_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1 key=.*rename the column"):
+        read(tmp_path, "a.jsonl", lines({"prompt": "a", "label": "4"} | row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,7 +16,7 @@ from slime_tandem.errors import ConfigError, DataError
 from slime_tandem.tasks.families import EVALUATED_AS_CODE, LINEAR_SCORERS, TaskSet
 from slime_tandem.tasks.family import INSTRUCTION, is_held_out
 from slime_tandem.tasks.formulas import formulas_equal, text_is_numbers
-from slime_tandem.tasks.own_scorers import OWN_SCORERS
+from slime_tandem.tasks.own_scorers import FOOLED, OWN_SCORERS
 from slime_tandem.types import Prompt
 
 from .reached import reached
@@ -216,7 +217,7 @@ def test_no_scorer_on_offer_calls_anything_that_runs_text() -> None:
 def test_the_refused_families_do() -> None:
     for name in EVALUATED_AS_CODE:
         assert reached_by(name) & {"sympy.parsing.sympy_parser.parse_expr", ".score_answer"}, name
-    for name in OWN_SCORERS:
+    for name in OWN_SCORERS.keys() - FOOLED:
         cls = __import__("reasoning_gym.factory").factory.DATASETS[name][0]
         found = reached(cls.score_answer, ("reasoning_gym",), cls)
         assert found & {"builtins.eval", "sympy.parsing.sympy_parser.parse_expr"}, f"{name} needs no scorer of ours"
@@ -274,8 +275,49 @@ def test_our_own_scorers_give_the_right_answer_all_marks(family: str) -> None:
     prompts = tasks.train_prompts(0, 6)
     verdicts = tasks.verdicts([(p, f"<answer>{p.label}</answer>") for p in prompts])
     assert [v.reward for v in verdicts] == [1.0] * 6
-    others = tasks.verdicts([(p, f"<answer>{q.label}</answer>") for p, q in itertools.pairwise(prompts)])
+    pairs = [(p, q) for p, q in itertools.pairwise(prompts) if p.label != q.label]
+    assert pairs
+    others = tasks.verdicts([(p, f"<answer>{q.label}</answer>") for p, q in pairs])
     assert all(v.reward < 1.0 for v in others)
+
+
+@pytest.mark.parametrize("family", sorted(FOOLED))
+def test_what_fools_the_librarys_scorer_does_not_fool_ours(family: str) -> None:
+    import reasoning_gym
+
+    library = reasoning_gym.create_dataset(family, seed=0, size=1).score_answer
+    tasks = TaskSet([TaskSpec(family=family)], 0)
+    prompts = tasks.train_prompts(0, 6)
+    none = {"complex_arithmetic": ("nan", "NaN", "nanj"), "coin_flip": ("0",), "game_of_life_halting": ("zzz", "0")}[
+        family
+    ]
+    for answer in none:
+        assert sum(library(answer, p.metadata["entry"]) for p in prompts) >= 5, "the library takes it for right"
+        verdicts = tasks.verdicts([(p, f"<answer>{answer}</answer>") for p in prompts])
+        assert all(v.reward is not None and v.reward < 0.5 for v in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "right", "reward"),
+    [
+        *(("complex_arithmetic", a, (-6, 4), 1.0) for a in ("-6.0 + 4.0i", "(-6+4j)", "-6+4i", "-.6e1 + 40e-1j")),
+        *(("complex_arithmetic", a, (0, 1), 1.0) for a in ("i", "+i", "1j", "0+i", "0.0 + 1.0i")),
+        *(("complex_arithmetic", a, (0, -7), 1.0) for a in ("-7i", "0 - 7j")),
+        ("complex_arithmetic", "5", (5, 0), 1.0),
+        ("complex_arithmetic", "6", (5, 0), 0.36787944117144233),
+        *(("complex_arithmetic", a, (5, 0), 0.0) for a in ("nan", "inf", "1e999", "", "()", "5+", "5i5", "1_0", "٥", "6*i")),
+        *(("coin_flip", a, "0.25", 1.0) for a in ("0.25", "1/4", "25%", "0.2501", "2.5e-1")),
+        ("coin_flip", "0.2", "0.25", 0.6),
+        ("coin_flip", "0.24999", "0.25", 1.0),
+        *(("coin_flip", a, "0.25", 0.0) for a in ("nan", "1", "", "one in four")),
+        ("coin_flip", "0", "0.0000305", 0.0),
+        *(("game_of_life_halting", a, "False", 1.0) for a in ("False", "false.", "'False'")),
+        *(("game_of_life_halting", a, "False", 0.0) for a in ("True", "", "True False", "zzz")),
+    ],
+)  # fmt: skip
+def test_our_scorers_of_numbers_by_hand(family: str, answer: str, right: Any, reward: float) -> None:
+    entry = {"answer": right, "metadata": {"result": right}}
+    assert OWN_SCORERS[family](answer, entry) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +437,11 @@ def test_what_a_family_streams_must_be_prompts(own: Callable[[str, str], str]) -
                            "  def stream(self, key):\n    while True: yield 'text'")  # fmt: skip
     with pytest.raises(DataError, match=r"tasks\.0\.family: stream='text': expected prompts"):
         TaskSet([TaskSpec(family=name)], 0).train_prompts(0, 1)
+    half = "from slime_tandem.tasks.family import make_prompt\nfrom slime_tandem.types import Message\n"
+    half += "class f:\n  def __init__(self, *a): pass\n  def reward(self, p, t): return 0\n"
+    half += "  def stream(self, key):\n    while True: yield make_prompt('t', [Message('user', 'x\\ud800')])"
+    with pytest.raises(DataError, match=r"tasks\.0\.family: stream=.*whole characters"):
+        TaskSet([TaskSpec(family=own("fam_half", half))], 0).train_prompts(0, 1)
 
 
 def test_a_reward_stands_in_the_familys_place(own: Callable[[str, str], str], tmp_path: Path) -> None:

@@ -308,10 +308,14 @@ def test_a_batch_is_one_call_and_stands_or_falls_with_it(module: Module) -> None
     short = verdicts(tasks_of(f"{name}:batch"), "short", "b")
     assert {v.why for v in short} == {"1 answers for 2 responses"}
     assert [v.problem for v in verdicts(tasks_of(f"{name}:batch"), "a", "raises")] == ["raised", "raised"]
-    assert [v.problem for v in verdicts(tasks_of(f"{name}:batch"), "a", "sleeps")] == ["timeout", "timeout"]
+    late = verdicts(tasks_of(f"{name}:batch"), "a", "sleeps")
+    assert [v.problem for v in late] == ["timeout", "timeout"]
+    assert all(v.why.startswith("no answer ") for v in late)
     later = tasks_of(f"{name}:batch_later")
     assert verdicts(later, "a", "b") == [Verdict(0.5, parts={"a": 0.5})] * 2
-    assert [v.problem for v in verdicts(later, "a", "sleeps")] == ["timeout", "timeout"]
+    late = verdicts(later, "a", "sleeps")
+    assert [v.problem for v in late] == ["timeout", "timeout"]
+    assert {v.why for v in late} == {"no answer within 1 s (reward.own_timeout_s)"}
 
 
 def test_where_nobody_is_answered_in_time_the_rest_is_not_asked(module: Module, tmp_path: Path) -> None:

@@ -118,9 +118,11 @@ def test_answers_that_do_not_count(server: Server) -> None:
 
 
 def test_repeats_and_limits(server: Server) -> None:
-    assert verdicts(server.url, "flaky", "500", "429", "slow") == [
+    found = verdicts(server.url, "flaky", "500", "429", "slow")
+    assert found == [
         Verdict(0.25), Verdict(None, "unreachable"), Verdict(None, "unreachable"), Verdict(None, "timeout"),
     ]  # fmt: skip
+    assert found[3].why == "no answer within 2 s (reward.own_timeout_s)"
     assert [sum(body["response"] == text for _, body in server.seen) for text in ("flaky", "500", "slow")] == [3, 3, 1]
     server.close()
     (verdict,) = verdicts(server.url, "fine", limits=RewardConfig(own_retries=0))

@@ -9,6 +9,7 @@ never read as something else. Whether and where a pattern is first found is all 
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import threading
@@ -25,6 +26,8 @@ _parser: Any = re._parser  # type: ignore[attr-defined]
 _MOST_CHARACTERS = 2000
 _MOST_COPIES = 20
 """RE2 repeats at most 1000 times; more is written as so many copies."""
+_MOST_WRITTEN = 2**20
+"""Characters of a pattern as RE2 gets it: each `\\w` of Unicode takes thousands, and repetitions in one another multiply."""
 _OPTIONS = re2.Options()
 _OPTIONS.max_mem = 2**23
 _OPTIONS.log_errors = False
@@ -81,21 +84,27 @@ def compile_pattern(pattern: str) -> Pattern:
 
 
 def _sequence(parts: Iterable[tuple[Any, Any]], flags: int, *, last: bool) -> str:
-    items = list(parts)
-    return "".join(
-        _item(str(kind), value, flags, last and i == len(items) - 1) for i, (kind, value) in enumerate(items)
-    )
+    items, written = list(parts), io.StringIO()
+    for i, (kind, value) in enumerate(items):
+        written.write(_item(str(kind), value, flags, last and i == len(items) - 1))
+        _require_short(written.tell())
+    return written.getvalue()
+
+
+def _require_short(written: int) -> None:
+    if written > _MOST_WRITTEN:
+        raise PatternError("a smaller one: its classes and repetitions, written out, take too much room")
 
 
 def _item(kind: str, value: Any, flags: int, last: bool) -> str:
     """One node of Python's parse tree, for RE2. `last`: nothing of the pattern comes behind it."""
     match kind:
         case "LITERAL":
-            return _set([("LITERAL", value)], flags)
+            return _set((("LITERAL", value),), flags)
         case "NOT_LITERAL":
-            return _set([("NEGATE", None), ("LITERAL", value)], flags)
+            return _set((("NEGATE", None), ("LITERAL", value)), flags)
         case "IN":
-            return _set(value, flags)
+            return _set(tuple((str(name), inside) for name, inside in value), flags)
         case "ANY":
             return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
         case "AT":
@@ -135,6 +144,7 @@ def _repeat(one: str, low: int, high: Any) -> str:
     if low // 1000 + optional // 1000 > _MOST_COPIES:
         raise PatternError(f"at most {1000 * _MOST_COPIES} repetitions")
     copies = [f"{{{n}}}" for n in _thousands(low)] + [f"{{0,{n}}}" for n in _thousands(optional)]
+    _require_short(len(one) * len(copies))
     return "".join(one + times for times in copies) + (f"{one}*" if endless else "") or "(?:)"
 
 
@@ -142,10 +152,11 @@ def _thousands(count: int) -> list[int]:
     return [1000] * (count // 1000) + ([count % 1000] if count % 1000 else [])
 
 
-def _set(members: Iterable[tuple[Any, Any]], flags: int) -> str:
+@lru_cache(maxsize=1024)
+def _set(members: tuple[tuple[str, Any], ...], flags: int) -> str:
     negated, ranges, written = "", list[tuple[int, int]](), ""
     for kind, value in members:
-        match str(kind):
+        match kind:
             case "NEGATE":
                 negated = "^"
             case "LITERAL":
@@ -173,17 +184,18 @@ def _ignoring_case(ranges: list[tuple[int, int]], written: str, ascii_alone: int
     """The same set where case is ignored, `written` as Python's. RE2 folds more than Python: `(?ia:s)` is no long s to it."""
     # Python is asked of what has case alone; it reads no other character differently.
     found = {ord(m[0]) for m in re.finditer(written, _cased(), re.IGNORECASE | ascii_alone)}
-    kept = list[tuple[int, int]]()
-    at = sorted(map(ord, _cased()))
+    kept, there = list[tuple[int, int]](), set[int]()
+    at = _cased_points()
     for a, b in ranges:
         for cut in at[bisect_left(at, a) : bisect_right(at, b)]:
+            there.add(cut)
             if cut not in found:
                 if a < cut:
                     kept.append((a, cut - 1))
                 a = cut + 1
         if a <= b:
             kept.append((a, b))
-    return kept + [(c, c) for c in sorted(found) if not any(a <= c <= b for a, b in ranges)]
+    return kept + [(c, c) for c in sorted(found - there)]
 
 
 @cache
@@ -191,6 +203,12 @@ def _cased() -> str:
     """Every character that another one may stand for where case is ignored."""
     every = map(chr, range(sys.maxunicode + 1))
     return "".join(c for c in every if c.lower() != c or c.upper() != c)
+
+
+@cache
+def _cased_points() -> tuple[int, ...]:
+    """The code points of these, in order."""
+    return tuple(map(ord, _cased()))
 
 
 @cache

@@ -208,7 +208,7 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body, large = await self._bodies.read(request)
-        if large:
+        if large or _has_patterns(body):
             loop = asyncio.get_running_loop()
             items, batched = await loop.run_in_executor(self._bodies.parsing, self._parser.parse, body, self._sessions)
         else:
@@ -293,6 +293,14 @@ class Server:
             return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
         self._info["model_path"] = path
         return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+
+def _has_patterns(body: dict[str, Any]) -> bool:
+    """Whether a request brings patterns; to read many takes seconds, which the event loop does not wait for."""
+    params = body.get("sampling_params")
+    return any(
+        isinstance(one, dict) and one.get("stop_regex") for one in (params if isinstance(params, list) else [params])
+    )
 
 
 def _is_path(path: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_tandem.engines.embedded import patterns
 from slime_tandem.engines.embedded.patterns import PatternError, compile_pattern
 from slime_tandem.strategies import Mark
 
@@ -113,3 +115,28 @@ def test_half_of_a_surrogate_pair_is_in_no_text() -> None:
         assert compile_pattern(pattern).find("xyz") == -1
     assert compile_pattern("[\ud800a]").find("xa") == 1
     assert compile_pattern("[^\ud800]").find("x") == 0
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(" * 7 + "a" + "{20000})" * 7, r"(?i)" + r"\w" * 900, r"\w" * 900, r"(?:\w{20000}){0,20000}", r"[\w\W]" * 300],
+    ids=["repetitions in one another", "classes, case ignored", "classes", "a repeated class", "both sides"],
+)
+def test_what_would_be_huge_when_written_out_is_refused_before_it_is(pattern: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(PatternError, match="too much room"):
+            compile_pattern(pattern)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_class_that_stands_often_is_worked_out_once() -> None:
+    """For each cased character every range was looked at: one pattern of 200 characters took seconds."""
+    seen = compile_pattern(r"(?i)\w-\w")
+    assert (seen.find("ſ-K"), seen.find("- -")) == (0, -1)
+    before = patterns._set.cache_info()
+    compile_pattern(r"(?i)" + r"\w" * 20)
+    after = patterns._set.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (0, 20)
