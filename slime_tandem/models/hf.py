@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,6 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     """
     path = check_model_folder(folder)
     require_whole_weights(path)
-    _require_floats(path)
     if dtype not in _DTYPES:
         raise ModelError("dtype", dtype, "float32 or bfloat16", "choose one of these")
     from transformers import AutoModelForCausalLM
@@ -240,6 +239,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
         raise ModelError(
             "model", str(folder), f"weights that fit config.json exactly ({first})", "save the model again"
         )
+    _require_floats(path, {name for name, _ in model.named_parameters()})
     # transformers leaves weights mapped to their file. Whoever saves the next checkpoint over it would change, or crash, a
     # model that is being served.
     for parameter in model.parameters():
@@ -252,11 +252,18 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def _require_floats(path: Path) -> None:
-    """Raise ModelError for weights of integers or 8 bits: without a quantization's scales they say something else."""
+def _require_floats(path: Path, parameters: Collection[str]) -> None:
+    """Raise ModelError for `parameters` in integers or 8 bits: without a quantization's scales they say something else.
+
+    Masks that older folders keep beside them (GPT-NeoX's `attention.bias`) are none. A file may name a parameter without the
+    first part of its name, or with one more.
+    """
+    known = {*parameters, *(name.partition(".")[2] for name in parameters)}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - no dictionary
+                if not {name, name.partition(".")[2]} & known:
+                    continue
                 if (kind := weights.get_slice(name).get_dtype()) not in _FLOATS:
                     raise ModelError(
                         f"{file} {name}",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from slime_tandem.errors import ModelError
@@ -178,3 +179,16 @@ def test_weights_without_their_scales_are_refused(
     save_file({**weights, name: changed(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"{name}.*{says}"):
         load_model(folder)
+
+
+def test_masks_of_an_older_folder_are_no_weights(tmp_path: Path) -> None:
+    """GPT-NeoX kept its causal mask among the weights, as truth values."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    weights, mask = load_file(tmp_path / "model.safetensors"), torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    save_file(
+        {**weights, "gpt_neox.layers.0.attention.bias": mask}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    assert load_model(tmp_path)(torch.tensor([[1, 2]])).logits.shape == (1, 2, 32)
