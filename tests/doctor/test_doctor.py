@@ -101,4 +101,4 @@ def test_a_folder_that_cannot_be_written_is_a_finding_in_the_json(
     code, out = doctor(trio, tmp_path, capsys, flags=("--json",))
     assert code == 3
     assert statuses(out)["models and servers"] == "fail"
-    assert "check the path and its permissions" in out
+    assert "a folder, no file" in out
