@@ -91,6 +91,8 @@ INTERNALS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v")),
     ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_kv_buffer", ("layer_id",)),
     ("sglang.srt.managers.schedule_batch", "Req.update_finish_state", ("self",)),
+    # Of its `cache_finished_req`, where that takes no length (0.5.15), unread.py makes use, too; it looks for itself.
+    ("sglang.srt.mem_cache.radix_cache", "RadixCache", ()),
     ("sglang.srt.models.qwen3", "Qwen3Model.forward", ("input_ids", "positions", "forward_batch")),
     ("sglang.srt.models.qwen2", "Qwen2Model.forward", ("input_ids", "positions", "forward_batch")),
     ("sglang.srt.models.llama", "LlamaModel.forward", ("input_ids", "positions", "forward_batch")),

@@ -86,9 +86,8 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     card = torch.cuda.get_device_properties(device)
-    return int(
-        getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
-    )  # PyTorch for AMD lacks the first
+    # PyTorch for AMD's cards has the second alone.
+    return int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
 
 
 def stages_in(room: int, size: int, width: int, tuning: Tuning = TUNING) -> int:
