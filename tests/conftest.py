@@ -23,6 +23,7 @@ from .schedule import (  # noqa: F401 - hooks
     pytest_runtest_teardown,
     pytest_runtestloop,
     pytest_terminal_summary,
+    pytest_testnodedown,
     pytest_xdist_make_scheduler,
 )
 from .slime_sources import SlimeHere

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))]
         items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """What there is to see where a test process was killed, at once: a machine without memory may not come to the summary."""
+    if error:
+        free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+        largest = subprocess.run(
+            ["ps", "-eo", "rss,etimes,args", "--sort=-rss"], capture_output=True, text=True, check=False
+        )
+        shown = [line[:160] for line in largest.stdout.splitlines()[:6]]
+        print(f"\n{node.gateway.id}: {error}; {free}", *shown, sep="\n", flush=True)
 
 
 def _spent() -> float:

@@ -6,8 +6,9 @@
 #   WORK    default /tmp/slime_tandem_gpu
 #   SITE    where SGLang is, or is unpacked (default: /tmp/site)
 #   MORE    a folder of further packages, the last on the path (default: none)
+#   NEED    archives that must be there (default: "ray source"). What comes later is put on the path when this is run again.
 set -euo pipefail
-[[ $# == 1 || $# == 2 ]] || { sed -n '2,8p' "$0" >&2; exit 2; }
+[[ $# == 1 || $# == 2 ]] || { sed -n '2,10p' "$0" >&2; exit 2; }
 kit=$(realpath "$1") work=${2:-/tmp/slime_tandem_gpu} site=${SITE:-/tmp/site}
 repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 mkdir -p "$work"
@@ -18,10 +19,11 @@ unpack() { # ARCHIVE FOLDER: a mark beside it says that it is whole
   tar -C "$2" -xJf "$1"
   touch "$2.whole"
 }
-if [[ -f "$kit/site.txz" ]]; then unpack "$kit/site.txz" "$site"; fi
-if [[ -f "$kit/tasks.txz" ]]; then unpack "$kit/tasks.txz" "$work/tasks"; fi
-unpack "$kit/ray.txz" "$work/ray"
-unpack "$kit/source.txz" "$work/source"
+for name in site tasks ray source; do
+  folder=$work/$name
+  [[ $name != site ]] || folder=$site
+  if [[ -f "$kit/$name.txz" || " ${NEED-ray source} " == *" $name "* ]]; then unpack "$kit/$name.txz" "$folder"; fi
+done
 rm -rf "${site:?}/megatron" # SGLang's archive has a newer megatron-core; a run takes slime's
 cat > "$work/env.sh" <<ENV
 export PYTHONPATH=$repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last:$work/tasks${MORE:+:$MORE}

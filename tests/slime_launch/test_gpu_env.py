@@ -73,3 +73,15 @@ def test_a_missing_archive_is_named(kit: Path, tmp_path: Path) -> None:
     done = gpu_env(kit, tmp_path / "work")
     assert done.returncode == 3
     assert f"{kit / 'ray.txz'}: expected an archive; make it with make_gpu_kit.sh" in done.stderr
+
+
+def test_what_comes_later_joins_the_path_of_what_was_there(kit: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.txz"
+    (kit / "ray.txz").rename(later)
+    (kit / "source.txz").unlink()
+    assert gpu_env(kit, tmp_path / "work", NEED="").returncode == 0
+    assert (tmp_path / "work" / "site" / "sglang" / "a.py").exists()
+    assert "source.txz: expected an archive" in gpu_env(kit, tmp_path / "work", NEED="source").stderr
+    later.rename(kit / "ray.txz")
+    assert gpu_env(kit, tmp_path / "work", NEED="ray").returncode == 0
+    assert (tmp_path / "work" / "ray" / "first" / "ray.py").exists()
