@@ -204,7 +204,7 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     """A transformers causal LM in eval mode on the CPU.
 
     `dtype` is float32 or bfloat16. Raises ModelError for a folder without config or safetensors, for weights that do not fit
-    the config (missing, left over or of another shape), for unknown architectures and for damaged files.
+    the config (missing, left over, of another shape, or not a number), for unknown architectures and for damaged files.
     """
     path = check_model_folder(folder)
     require_whole_weights(path)
@@ -242,8 +242,11 @@ def load_model(folder: str | os.PathLike[str], dtype: str = "float32", trust_rem
     _require_floats(path, {name for name, _ in model.named_parameters()})
     # transformers leaves weights mapped to their file. Whoever saves the next checkpoint over it would change, or crash, a
     # model that is being served.
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data = parameter.data.clone()
+        if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter.data))).all():
+            expected = f"finite weights ({name} has one that is infinite or not a number)"
+            raise ModelError("model", str(folder), expected, "its training diverged: take an earlier checkpoint")
     language = model.config.get_text_config()
     model.config.return_dict = language.return_dict = True  # outputs are read by name, whatever the folder prefers
     return model.eval()

@@ -181,6 +181,16 @@ def test_weights_without_their_scales_are_refused(
         load_model(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_of_a_training_that_diverged_are_refused(model_copy: Callable[[str], Path], value: float) -> None:
+    folder, name = model_copy("llama"), "model.layers.0.mlp.up_proj.weight"
+    weights = {key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()}
+    weights[name][3, 5] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"finite weights \({name} has one.*Remedy.*earlier checkpoint"):
+        load_model(folder)
+
+
 def test_masks_of_an_older_folder_are_no_weights(tmp_path: Path) -> None:
     """GPT-NeoX kept its causal mask among the weights, as truth values."""
     config = transformers.GPTNeoXConfig(
