@@ -112,6 +112,9 @@ def test_a_question_is_run_stopped_and_gone_on_with(
     assert set(script("eight_chains").SHOWN) - {"solo/pass@8", "handoff/pass@8"} < set(chains)
     assert "solo/pass@2" in chains
     assert "solo/pass@4" not in chains, "of two chains"
+    counts = script("places").counted(work / "runs" / "a-sentence-seed-1", 2, 3)
+    assert sum(answers for _, answers in counts.values()) == 6
+    assert set("".join(counts)) <= set("01")
 
 
 def line(arm: str, seed: int, right: str, **more: object) -> str:
