@@ -36,7 +36,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -44,6 +43,7 @@ from typing import Any
 
 from bench_models import QWEN3, SIZES, make_folder
 from tandem_rollout import VARIANTS, make_writers, tandem
+from traces import gpu_time
 
 from slime_tandem.engines.client import EngineClient
 from slime_tandem.engines.fused.launch import environment, override_args, write_tables
@@ -67,12 +67,6 @@ NAMES = {"every_step": "fused", "catch_up": "fused, catching up,"}
 """How the rows of the fused engine are called, by its attention."""
 PREFILLS = ("auto", "triton", "flashinfer")
 PROFILED_STEPS = 10
-KINDS = (
-    ("attention", ("attention", "_fwd_", "decode_stage", "flash", "_read", "_merge")),
-    ("matrix products", ("gemm", "nvjet", "cutlass", "splitk", "cublas", "matmul")),
-    ("softmax and sampling", ("softmax", "multinomial", "exponential", "sort", "argmax", "cumsum")),
-    ("copies", ("memcpy", "memset", "copy")),
-)
 
 
 def table() -> frozenset[int]:
@@ -325,34 +319,9 @@ async def profiled(
     for _ in range(120):
         if files := list(folder.rglob("*.trace.json.gz")):
             await asyncio.sleep(2)  # until it is whole
-            return gpu_time(json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"])
+            return gpu_time(json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"], PROFILED_STEPS)
         await asyncio.sleep(0.5)
     return {"error": "no trace"}
-
-
-def gpu_time(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds per decode step: `step_ms` of the clock, `busy_ms` of the GPU, by kind of kernel, the slowest kernels."""
-    used = sorted(
-        (e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    )
-    if not used:
-        return {"error": "the trace holds no GPU events"}
-    busy, end = 0.0, 0.0
-    kinds: Counter[str] = Counter()
-    names: Counter[str] = Counter()
-    for start, took, name in used:
-        busy += max(0.0, start + took - max(start, end))
-        end = max(end, start + took)
-        kinds[next((kind for kind, words in KINDS if any(w in name.lower() for w in words)), "other")] += took
-        names[name[:60]] += took
-    per_step = 1e3 * PROFILED_STEPS
-    return {
-        "step_ms": round((end - used[0][0]) / per_step, 3),
-        "busy_ms": round(busy / per_step, 3),
-        "kernels": len(used) / PROFILED_STEPS,
-        "by_kind": {kind: round(us / per_step, 3) for kind, us in kinds.most_common()},
-        "slowest": {name: round(us / per_step, 3) for name, us in names.most_common(20)},
-    }
 
 
 def solo(

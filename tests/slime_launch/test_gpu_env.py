@@ -42,14 +42,15 @@ def test_it_unpacks_once_and_slimes_megatron_is_found_first(kit: Path, tmp_path:
     assert gpu_env(kit, work, MORE="/more").returncode == 0
     assert not (work / "site" / "megatron").exists(), "the one of SGLang's archive"
     told = subprocess.run(
-        ["bash", "-c", f"source {work}/env.sh && echo $PYTHONPATH:$SLIME_DIR"],
+        ["bash", "-c", f"source {work}/env.sh && echo $PYTHONPATH:$SLIME_DIR && echo $PATH"],
         capture_output=True,
         text=True,
         check=True,
-    ).stdout.strip()
+    ).stdout.splitlines()
     slime, last = work / "source" / "slime", work / "ray" / "last"
     megatron, first = work / "source" / "Megatron-LM", work / "ray" / "first"
-    assert told == f"{REPO}:{slime}:{megatron}:{first}:{work / 'site'}:{last}:{work / 'tasks'}:/more:{slime}"
+    assert told[1].partition(":")[0] == str(last / "bin")
+    assert told[0] == f"{REPO}:{slime}:{megatron}:{first}:{work / 'site'}:{last}:{work / 'tasks'}:/more:{slime}"
     assert (work / "tasks" / "reasoning_gym.py").exists()
     (first / "ray.py").write_text("changed")
     for name in ("ray", "source", "site", "tasks"):
