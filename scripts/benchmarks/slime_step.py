@@ -104,14 +104,11 @@ def measure(a: argparse.Namespace, name: str) -> dict[str, Any]:
         *(("--set", *settings) if settings and "--plain" not in flags else ()), *a.real_run_flags,
     ]  # fmt: skip
     last = a.warmup + a.steps - 1
-    if a.profile:
+    on_gpu = "--cpu" not in a.real_run_flags
+    if a.profile and on_gpu:  # on a CPU slime's profiler names that twice, and fails
         command += [*(() if "--" in a.real_run_flags else ("--",)), *slime_flags(last, work / "profile")]
     sampler, t0 = Sampler(), time.monotonic()
-    profile = (
-        StepProfile(work, last, steps_done, sampler.processes, gpu="--cpu" not in a.real_run_flags)
-        if a.profile
-        else None
-    )
+    profile = StepProfile(work, last, steps_done, sampler.processes, gpu=on_gpu) if a.profile else None
     code = subprocess.run([str(c) for c in command], check=False).returncode
     sampler.stop()
     log = work / "train.log"

@@ -29,7 +29,7 @@ DECODE_STEPS = 10
 AFTER_S = 1.0
 """From the step's begin until then it prefills."""
 RATE_HZ = 200
-_ENGINE = re.compile(r"Launch HttpServerEngineAdapter at: (\S+:\d+)")
+_ENGINE = re.compile(r"Ports for engine 0: \{'host': '([^']+)', 'port': (\d+)")
 _NEW_NETWORK = 0x40000000
 
 
@@ -114,7 +114,7 @@ class StepProfile:
                 "py-spy is not on the PATH" if program is None else "no process of the rollout manager"
             )
             return None
-        command = [program, "record", "--pid", str(found[0]), "--rate", str(RATE_HZ), "--format", "raw"]
+        command = [program, "record", "--pid", str(found[0]), "--rate", str(RATE_HZ), "--format", "raw", "--gil"]
         with (self._folder / "py-spy.log").open("wb") as log:
             return subprocess.Popen(
                 [*command, "--output", str(self._folder / "manager.raw")],
@@ -131,7 +131,7 @@ class StepProfile:
         body = {"output_dir": str(self._folder / "engine"), "num_steps": DECODE_STEPS, "activities": [self._activity]}
         try:
             enter_network(manager[0])
-            DIRECT.open(_post(f"http://{found[1]}/start_profile", body), timeout=60).close()
+            DIRECT.open(_post(f"http://{found[1]}:{found[2]}/start_profile", body), timeout=60).close()
         except OSError as error:
             self._said["engine"] = str(error)
 

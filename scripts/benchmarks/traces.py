@@ -6,6 +6,7 @@ Pure functions of what torch's profiler (SGLang's and slime's, too) and `py-spy 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -60,12 +61,12 @@ def python_time(raw: Iterable[str]) -> dict[str, Any]:
     """Shares of the samples: `by_library`, of the innermost frame, and `under_ours`, of the innermost function of this package.
 
     `raw`: lines of py-spy, frames from the outermost to the innermost, then the count. A frame's library is the first part of
-    its file's path; samples in which no function of this package was running are `none`.
+    its file's path, and one for all of Python's own; samples in which no function of this package was running are `none`.
 
     >>> found = python_time(["run (asyncio/base.py:9);score (slime_tandem/distill/panel.py:7);add (numpy/core.py:1) 3",
-    ...                      "run (asyncio/base.py:9) 1"])
+    ...                      "run (asyncio/base.py:9);wait (threading.py:3) 1"])
     >>> found["by_library"], found["under_ours"]
-    ({'numpy': 0.75, 'asyncio': 0.25}, {'distill/panel.py score': 0.75, 'none': 0.25})
+    ({'numpy': 0.75, 'Python': 0.25}, {'distill/panel.py score': 0.75, 'none': 0.25})
     """
     libraries: Counter[str] = Counter()
     under: Counter[str] = Counter()
@@ -74,7 +75,8 @@ def python_time(raw: Iterable[str]) -> dict[str, Any]:
         if not count.isdigit():
             continue
         frames = [(found[1], found[2]) if (found := _FRAME.match(frame)) else (frame, "") for frame in stack.split(";")]
-        libraries[frames[-1][1].partition("/")[0] or "interpreter"] += int(count)
+        library = frames[-1][1].partition("/")[0].removesuffix(".py")
+        libraries["Python" if library in {"", *sys.stdlib_module_names} else library] += int(count)
         ours = next(((function, file) for function, file in reversed(frames) if OURS in file), None)
         under[f"{ours[1].rpartition(OURS)[2]} {ours[0]}" if ours else "none"] += int(count)
     total = sum(libraries.values())

@@ -44,7 +44,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def engine() -> Iterator[tuple[str, list[Any]]]:
-    """(address, what was asked) of a server that writes a trace, as SGLang does."""
+    """(how slime logs its address, what was asked) of a server that writes a trace, as SGLang does."""
     asked: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,7 +62,7 @@ def engine() -> Iterator[tuple[str, list[Any]]]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"127.0.0.1:{server.server_port}", asked
+        yield f"{{'host': '127.0.0.1', 'port': {server.server_port}, 'nccl_port': 1}}", asked
         server.shutdown()
         thread.join()
 
@@ -94,7 +94,7 @@ def test_a_step_is_recorded_when_it_begins(
     monkeypatch.setattr(module, "AFTER_S", 0.0)
     log, folder = tmp_path / "train.log", tmp_path / "profile"
     profile = module.StepProfile(tmp_path, 1, begun, lambda name: [os.getpid()], gpu=True)
-    log.write_text(f"Launch HttpServerEngineAdapter at: {address}\n")
+    log.write_text(f"Ports for engine 0: {address}\n")
     sampled = folder / "manager.raw.begun"
     assert not sampled.exists()
     log.write_text(f"{log.read_text()}step done\n")
