@@ -38,11 +38,13 @@ def test_one_seed_has_no_difference(module: ModuleType) -> None:
     assert shown[-1].startswith("|---"), "no row below the head"
 
 
-def test_the_pages_table_is_the_datas(module: ModuleType) -> None:
-    data = REPO / "docs" / "results" / "data" / "seeds_6_to_10" / "eight_chains.jsonl"
+@pytest.mark.parametrize(("seeds", "runs", "differences"), [("6_to_10", 25, 4), ("1_to_5", 30, 5)])
+def test_the_pages_tables_are_the_datas(module: ModuleType, seeds: str, runs: int, differences: int) -> None:
+    data = REPO / "docs" / "results" / "data" / f"seeds_{seeds}" / "eight_chains.jsonl"
     rows = [json.loads(text) for text in data.read_text(encoding="utf-8").splitlines()]
-    assert len({(r["arm"], r["seed"]) for r in rows}) == len(rows) == 25
+    assert len({(r["arm"], r["seed"]) for r in rows}) == len(rows) == runs
     page = (REPO / "docs" / "results" / "question-a-tandem-against-solo.md").read_text(encoding="utf-8")
     shown = [row for row in module.table(rows).splitlines() if row and not row.startswith(("| arm", "| less", "|---"))]
-    assert len(shown) == 9
-    assert all(row.replace("6, 7, 8, 9, 10 | ", "") in page for row in shown)
+    assert len(shown) == runs // 5 + differences
+    each = ", ".join(map(str, sorted({r["seed"] for r in rows})))
+    assert all(row.replace(f"{each} | ", "") in page for row in shown)

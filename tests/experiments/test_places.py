@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from slime_tandem.rollout.handoff import HandoffRule
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.fixture
@@ -52,3 +56,15 @@ def test_the_order_over_seeds(module: ModuleType) -> None:
     assert "- both: Spearman's correlation -1.00" in module.table(rows, chains(0.9, 0.5, 0.1))
     assert "correlation" not in module.table(rows, chains(0.9))
     assert math.isnan(module.share({}, {}))
+
+
+def test_the_pages_table_is_the_datas(module: ModuleType) -> None:
+    rows, chains = (
+        [json.loads(line) for line in (RESULTS / "data" / "seeds_1_to_5" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("places", "eight_chains")
+    )
+    page = (RESULTS / "question-a-tandem-against-solo.md").read_text(encoding="utf-8")
+    shown, said = module.table(rows, chains).split("\n\n")
+    assert shown in page
+    assert "both: Spearman's correlation 0.90 over 10 seniors." in said
+    assert "0.90 over the ten seniors, 1.00 for `sentence`, 0.70 for solo GRPO" in page
