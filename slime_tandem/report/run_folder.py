@@ -208,7 +208,7 @@ class RunWriter:
     def _require_past(self, steps: int) -> None:
         """A row for each step that the checkpoint has done: each was on the disk before the checkpoint was."""
         there = [row["step"] for row in read_rows(self._metrics) if row["step"] < steps]
-        if there != list(range(steps)):
+        if len(there) != steps or there != list(range(len(there))):  # `steps` may be any number
             wrong = next(n for n, step in enumerate([*there, -1]) if step != n)
             raise RunDirError(
                 str(self._metrics),

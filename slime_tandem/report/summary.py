@@ -5,6 +5,7 @@ Works on a run that was killed in the middle: what is not there is None, and the
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,10 +125,11 @@ def load_files(run_dir: Path) -> RunFiles:
     files = RunFiles(_rows(run_dir / "metrics.jsonl", "step"), _rows(run_dir / "eval.jsonl", "eval"))
     done = max((row["step"] for row in files.evals), default=0)
     there = {row["step"] for row in files.steps}
-    if lost := [step for step in range(done if len(there) < done else 0) if step not in there]:
+    if len(there) < done:  # which may be any number, so that no list of the lost ones is made
+        first_lost = next(step for step in itertools.count() if step not in there)
         raise RunDirError(
             str(run_dir / "metrics.jsonl"),
-            f"no row of step {lost[0]}",
+            f"no row of step {first_lost}",
             f"a row of each of the {done} steps that eval.jsonl has an evaluation after",
             "restore the file",
         )

@@ -85,6 +85,12 @@ def test_rows_of_steps_that_the_checkpoint_has_done_are_missed(tmp_path, damage)
         RunWriter(tmp_path, resume_step=3)
 
 
+def test_a_checkpoint_of_any_number_of_steps_takes_no_memory_for_each(tmp_path):
+    write(tmp_path, range(3))
+    with pytest.raises(RunDirError, match="3 rows, the first that is missing or out of place is that of step 3"):
+        RunWriter(tmp_path, resume_step=10**18)
+
+
 def test_a_broken_line_in_the_middle_is_no_half_line(tmp_path):
     write(tmp_path, range(3))
     path = tmp_path / "metrics.jsonl"

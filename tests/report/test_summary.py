@@ -65,6 +65,15 @@ def test_rows_that_are_lost_before_an_evaluation_are_missed(make_run):
         summarise(path.parent)
 
 
+def test_an_evaluation_after_any_number_of_steps_takes_no_memory_for_each(make_run):
+    """A changed digit: once a list of all lost steps was made, of 10^18 of them."""
+    path = make_run(steps=4, control=False) / "eval.jsonl"
+    row = {**json.loads(path.read_text().splitlines()[-1]), "step": 10**18}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    with pytest.raises(RunDirError, match=r"no row of step 4.*each of the 1000000000000000000 steps"):
+        summarise(path.parent)
+
+
 def test_a_run_killed_before_its_first_step(make_run):
     run_dir = make_run(steps=4, control=False, finished=False)
     (run_dir / "metrics.jsonl").unlink()
