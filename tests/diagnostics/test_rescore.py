@@ -204,11 +204,16 @@ def test_models_that_do_not_fit_are_refused(trio: Any, same_bank: Path, tmp_path
         evaluate_bank(job(same_bank, tmp_path, trio.senior, trio.teacher), quiet)
     with pytest.raises(ModelError, match="--device='nowhere'"):
         evaluate_bank(job(same_bank, tmp_path, trio.senior, trio.junior, device="nowhere"), quiet)
-    broken = tmp_path / "nan"
-    shutil.copytree(trio.senior, broken)
-    model = load_model(trio.senior)
-    model.model.norm.weight.data[:] = float("nan")
-    model.save_pretrained(broken)
-    with pytest.raises(DataError, match=r"kl at \(.*=nan: expected a finite number"):
-        evaluate_bank(job(same_bank, tmp_path / "n", broken, trio.junior), quiet)
-    assert not (tmp_path / "n" / "e.parquet").exists()
+    # Weights that are no numbers are refused on load. Finite ones can still give log-probabilities that are none.
+    for name, value, error, expected in (
+        ("nan", float("nan"), ModelError, r"expected finite weights \(model\.norm\.weight has one"),
+        ("overflow", torch.finfo(torch.float32).max, DataError, r"kl at \(.*=nan: expected a finite number"),
+    ):
+        broken = tmp_path / name
+        shutil.copytree(trio.senior, broken)
+        model = load_model(trio.senior)
+        model.model.norm.weight.data[:] = value
+        model.save_pretrained(broken)
+        with pytest.raises(error, match=expected):
+            evaluate_bank(job(same_bank, tmp_path / f"{name}_out", broken, trio.junior), quiet)
+        assert not (tmp_path / f"{name}_out" / "e.parquet").exists()
