@@ -27,7 +27,9 @@ from typing import Any, Self
 READ_AT_IMPORT = ("SGLANG_", "TORCH_", "OMP_")
 MODULES = "PRELOADED_MODULES"
 """Not in a command line, where tests look for servers."""
-READ_LATER = {"SGLANG_CPU_OMP_THREADS_BIND"}
+RETRACT = "SGLANG_TEST_RETRACT"
+"""SGLang's own switch: every few steps a response is thrown out and prefilled again, however much room there is."""
+READ_LATER = {"SGLANG_CPU_OMP_THREADS_BIND", RETRACT}
 ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 SGLANG = (
     "sglang.launch_server",
@@ -154,6 +156,8 @@ def _be_server(connection: socket.socket, order: dict[str, Any], descriptors: li
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["environment"])
+        if RETRACT in os.environ:  # read at import, but what it sets can still be set
+            sys.modules["sglang.srt.managers.scheduler"].TEST_RETRACT = True  # type: ignore[attr-defined]
         os.getppid = lambda: order["parent"]  # what the server is told to live as long as
         threading.Thread(target=end_with_asker, daemon=True).start()
         multiprocessing.set_start_method("fork", force=True)

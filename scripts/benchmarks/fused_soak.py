@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -132,6 +134,12 @@ def main() -> int:
     parser.add_argument("--abort-after", type=float, default=0.5, help="an abort comes within so many seconds")
     parser.add_argument("--disconnects", type=float, default=0.1, help="share that lose their connection first")
     parser.add_argument("--pool", type=int, default=1024, help="KV pool of the server started here, tokens")
+    parser.add_argument(
+        "--retract-every",
+        type=int,
+        metavar="STEPS",
+        help="the server started here throws out its shortest response so often",
+    )
     parser.add_argument("--fused-attention", choices=("every_step", "catch_up"), default="every_step")
     parser.add_argument("--fused-prefill", choices=("auto", "triton", "flashinfer"), default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
@@ -149,11 +157,14 @@ def main() -> int:
         catch_up = catch_up_of(args.fused_attention, args.senior)
         sglang = Sglang(args.sglang_python, args=flags, catch_up=catch_up, prefill=args.fused_prefill)
         options = ServeOptions(dtype=args.dtype)
+        if args.retract_every:  # SGLang's own switch, for tests
+            os.environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(args.retract_every)}
         with FusedServer(args.senior, args.junior, options, tables=tables, sglang=sglang, log_file=args.log) as server:
             args.url = server.url
             start = time.perf_counter()
             asyncio.run(soak.run())
-        result["retractions"] = args.log.read_text(errors="replace").count("Retract requests")
+        retracted = re.findall(r"#retracted_reqs: (\d+)", args.log.read_text(errors="replace"))
+        result["retractions"] = sum(map(int, retracted))
     c = soak.counts
     lost = args.requests - c["written"]
     result |= {"lost": lost, **{k: c[k] for k in ("mismatched", "cut_short", "missing_log_probs")}, **c}

@@ -3,7 +3,8 @@
 A finished request's output enters the cache with its KV, and a catch-up engine leaves holes in it: a model that did not write
 at the end has not read the end. Another request that found such a prefix would be read with the holes. How far both have read
 is known without asking them (`Bounds.surely_read`), unless one model alone writes the request, whose output the other never
-reads. So of an output by both all but the last tokens are inserted, of another one nothing; prompts are, both compute them.
+reads. So of an output by both all but the last tokens are inserted, of another one nothing; prompts are, both compute them,
+and so is what was prefilled again behind a retraction.
 
 SGLang asks `Req.skip_radix_cache_insert` when it releases a request; it must not be set before, because the same flag keeps
 prompts out. It is set for every finished output, so that a cache that this file does not know gets none. SGLang 0.5.15's plain
@@ -66,6 +67,8 @@ def _finish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 def _cut(tree: RadixCache, req: Any, bounds: Bounds) -> bool:
     """Give back the locations of what may be unread, so that what is committed is whole; False: insert nothing."""
     end = bounds.surely_read(req.kv_committed_len) // tree.page_size * tree.page_size
+    # Behind a retraction both models computed its tokens again, and the tree has had them since: not ours to give back.
+    end = max(end, req.cache_protected_len)
     if end <= len(req.origin_input_ids):
         return False
     row = tree.req_to_token_pool.req_to_token[req.req_pool_idx]

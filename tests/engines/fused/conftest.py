@@ -29,7 +29,7 @@ from slime_tandem.rollout.boundaries import boundary_ids
 from slime_tandem.tokens.token_bytes import TokenBytes
 from slime_tandem.types import SENIOR, TandemSample
 
-from ...preloaded import SGLANG, Preloaded
+from ...preloaded import RETRACT, SGLANG, Preloaded
 
 T = TypeVar("T")
 VOCAB = 304
@@ -221,10 +221,12 @@ SERVERS: dict[str, tuple[str, str]] = {
         "qwen2 tied",
         "--tp-size 2 --max-total-tokens 512 --schedule-conservativeness 0.05",
     ),
+    "catch up, retracting": ("llama", "--max-total-tokens 4096"),
     "FlashInfer, mixed chunks": ("qwen2", "--max-total-tokens 4096 --chunked-prefill-size 32 --enable-mixed-chunk"),
     "FlashInfer, catch up, TP 2": ("qwen3", "--tp-size 2 --max-total-tokens 4096 --chunked-prefill-size 64"),
 }
-"""Name -> (pair, flags). Those that are called FlashInfer prefill by a stand-in for it (flashinfer_stand_in.py)."""
+"""Name -> (pair, flags). Those that are called FlashInfer prefill by a stand-in for it (flashinfer_stand_in.py); one that
+retracts throws a response out every few steps, so that most end soon after they were prefilled again."""
 BOUNDS = {"budget": 8, "longest": 6}
 """Of the engines that catch up: so small that few responses at once meet both."""
 
@@ -282,6 +284,8 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         if ranks > 1:  # SGLang wants a NUMA node for each rank or to be told its cores (model_runner.py:2869)
             patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[r % len(cores)]) for r in range(ranks)))
+        if "retracting" in request.param:
+            patch.setenv(RETRACT, "1")
         if "FlashInfer" in request.param:
             patch.setattr(launch, "MODEL_PACKAGE", "stand_in_models")
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
