@@ -38,7 +38,8 @@ def install(bounds: Bounds, both_write: Callable[[str], bool]) -> None:
 
             def insert(original: Callable[..., Any], self: Any, req: Any, is_insert: bool = True) -> Any:
                 if type(self) is RadixCache and getattr(req, _MARK, False) and req.finished():
-                    is_insert = both_write(req.rid) and _cut(self, req, bounds)
+                    is_insert = True
+                    _cut(self, req, bounds.surely_read(req.kv_committed_len) if both_write(req.rid) else 0)
                 return original(self, req, is_insert)
 
             target = "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req"
@@ -64,14 +65,14 @@ def _finish(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-def _cut(tree: RadixCache, req: Any, bounds: Bounds) -> bool:
-    """Give back the locations of what may be unread, so that what is committed is whole; False: insert nothing."""
-    end = bounds.surely_read(req.kv_committed_len) // tree.page_size * tree.page_size
-    # Behind a retraction both models computed its tokens again, and the tree has had them since: not ours to give back.
-    end = max(end, req.cache_protected_len)
-    if end <= len(req.origin_input_ids):
-        return False
+def _cut(tree: RadixCache, req: Any, read: int) -> None:
+    """Give back the locations behind what is whole, so that what is committed is: `read` tokens, and whatever was prefilled.
+
+    That is the prompt, of which the tree has nothing yet if the first token was the last one; and behind a retraction the
+    tokens that there were, which are the tree's since.
+    """
+    whole = max(read, len(req.origin_input_ids)) // tree.page_size * tree.page_size
+    end = max(whole, req.cache_protected_len)
     row = tree.req_to_token_pool.req_to_token[req.req_pool_idx]
     tree.token_to_kv_pool_allocator.free(row[end : req.kv_allocated_len])
     req.kv_committed_len = req.kv_allocated_len = end
-    return True

@@ -148,6 +148,11 @@ class Reference:
         with torch.no_grad():
             return torch.log_softmax(model(torch.tensor([list(ids)])).logits[0].float() / (temperature or 1.0), dim=-1)
 
+    def behind(self, model: Any, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """[len(ids)]: the model's log-prob of each of `ids` behind `prompt` and those before it."""
+        rows = self.log_probs(model, (*prompt, *ids))[len(prompt) - 1 : -1]
+        return [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+
     def check(self, sample: TandemSample, *, temperature: float = 1.0, top_p: float = 1.0, since: int = 0) -> float:
         """Largest difference between a reported log-prob and the author's own, and of the senior's; fails above 1e-4.
 

@@ -248,8 +248,7 @@ def test_what_ends_right_behind_a_retraction_gives_nothing_back_twice(
             solo = handoff_of(make_rule("word", tables, float(author)), 5)
             request = GenerateRequest(f"next{i}-{author}", longer, 6, handoff=solo)
             [result] = engine.run(lambda client, r=request: client.generate([r]))
-            rows = engine.reference.log_probs(model, longer + result.output_ids)[len(longer) - 1 :]
-            own = [float(rows[n][t]) for n, t in enumerate(result.output_ids)]
+            own = engine.reference.behind(model, longer, result.output_ids)
             assert result.output_log_probs == pytest.approx(own, abs=1e-4)
             assert len(sample.prompt_ids) <= result.cached_tokens < len(longer)
     # Locations that are given back twice are found by SGLang when it is idle, and end it.
@@ -257,7 +256,7 @@ def test_what_ends_right_behind_a_retraction_gives_nothing_back_twice(
 
 
 def retractions(log: str) -> int:
-    return len(re.findall(r"[Rr]etract", log))
+    return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
 
 
 @only("engine", ["qwen3", "small pool, overlap", "qwen2 tied, TP 2, small pool", "catch up"], indirect=True)
@@ -548,8 +547,7 @@ def test_nobody_finds_in_the_cache_what_one_model_has_not_read(
     for first in (JUNIOR, SENIOR):
         longer, result = engine.run(lambda client, first=first: ask(client, first))
         other = engine.reference.junior if first == SENIOR else engine.reference.senior
-        rows = engine.reference.log_probs(other, longer + result.output_ids)[len(longer) - 1 :]
-        own = [float(rows[i][t]) for i, t in enumerate(result.output_ids)]
+        own = engine.reference.behind(other, longer, result.output_ids)
         assert result.output_log_probs == pytest.approx(own, abs=1e-4)
         assert 0 < result.cached_tokens <= len(prompt)
 
@@ -575,10 +573,38 @@ def test_a_second_turn_finds_all_but_the_end_of_the_first(
     for longer, begun, results in engine.run(all_of_them):
         whole = len(longer) - 3 - BOUNDS["longest"]  # of the last token nobody has computed anything
         for result, model in zip(results, (engine.reference.junior, engine.reference.senior), strict=True):
-            rows = engine.reference.log_probs(model, longer + result.output_ids)[len(longer) - 1 :]
-            own = [float(rows[i][t]) for i, t in enumerate(result.output_ids)]
+            own = engine.reference.behind(model, longer, result.output_ids)
             assert result.output_log_probs == pytest.approx(own, abs=1e-4)
         assert whole <= results[0].cached_tokens < len(longer) - 3, begun
+
+
+@only("engine", ["catch up"], indirect=True)
+def test_a_prompt_is_found_again_behind_a_response_of_any_length(
+    engine: Any, tables: dict[str, frozenset[int]], prompts: Prompts
+) -> None:
+    """Also of one that ends with its first token, before SGLang keeps the prompt of a response that goes on."""
+    cases = [(p, length) for p in (0.0, 0.5, 1.0) for length in (1, 2, 5)]
+
+    async def talk(client: EngineClient, i: int, prompt: tuple[int, ...], prob: float, length: int) -> Any:
+        handoff = handoff_of(make_rule("word", tables, prob), i)
+        [begun] = await client.generate([GenerateRequest(f"short{i}", prompt, length, handoff=handoff)])
+        longer = prompt + begun.output_ids + (5, 6, 7)
+        return longer, [
+            (a, *await client.generate([GenerateRequest(f"on{i}-{a}", longer, 4, handoff=solo[a])]))
+            for a in (JUNIOR, SENIOR)
+        ]
+
+    async def all_of_them(client: EngineClient) -> Any:
+        every = zip(prompts(len(cases), 30, 18), cases, strict=True)
+        return [await talk(client, i, prompt, *case) for i, (prompt, case) in enumerate(every)]
+
+    solo = {a: handoff_of(make_rule("word", tables, float(a)), 5) for a in (JUNIOR, SENIOR)}
+    for longer, results in engine.run(all_of_them):
+        for author, result in results:
+            model = engine.reference.junior if author == JUNIOR else engine.reference.senior
+            own = engine.reference.behind(model, longer, result.output_ids)
+            assert result.output_log_probs == pytest.approx(own, abs=1e-4)
+        assert results[0][1].cached_tokens >= 30
 
 
 @only("engine", ["qwen3", "catch up"], indirect=True)
